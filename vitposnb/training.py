@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from .config import ConfigError, TrainConfig, cache_dir, condition, config_hash, derive_seed, run_path
 from .data import ImageSet, eval_batches, load_images, steps_per_epoch, train_batches
-from .model import build_model, describe
+from .model import build_model
 from .permutation import permutation, training_orders
 from .runs import RunError, partial_path, replacing, save_config, verify, write_json, write_tensors, writing
 
@@ -134,7 +134,7 @@ def train_epoch(
     cfg: TrainConfig,
     device: torch.device,
     progress: Progress,  # updated in place; the epoch starts at progress.step
-    orders=None,  # list that receives the step, read by the permutation hook under RPT
+    order: list,  # its only element becomes the step's order under RPT, where the permutation hook finds it
     ema: ModelEmaV3 | None = None,
     bar=None,  # tqdm
     save=None,  # called now and then for a resumable state
@@ -146,7 +146,8 @@ def train_epoch(
     saved = time.perf_counter()
     for x, y in train_batches(images, cfg, progress.epoch, device, start=progress.step):
         step = progress.epoch * steps + progress.step
-        if orders is not None: orders[0] = step
+        if cfg.permute == "random":
+            order[0] = training_orders(len(y), (cfg.img_size // cfg.patch_size,) * 2, cfg.seed, step, cfg.permute_scope).to(device)
         rate = lr_at(step, cfg.epochs * steps, round(cfg.warmup_epochs * steps), cfg.lr)
         for group in optimizer.param_groups: group["lr"] = rate
         if cfg.dropout or cfg.drop_path: torch.manual_seed(derive_seed(cfg.seed, "dropout", step))
@@ -187,17 +188,16 @@ def fit(
     model = build_model(cfg, len(images.classes)).to(device)
     optimizer, ema = make_optimizer(model, cfg), ModelEmaV3(model, decay=cfg.ema) if cfg.ema else None
     progress = load_state(folder, model, optimizer, ema)
-    called, grid, step = torch.compile(model) if cfg.compile else model, describe(model).grid, [0]
+    called, order = torch.compile(model) if cfg.compile else model, [None]
     kept, steps = ema.module if ema else model, steps_per_epoch(images, cfg)
     wanted = {round(cfg.epochs * (k + 1) / cfg.checkpoints) for k in range(cfg.checkpoints)}
-    moved = lambda b: training_orders(b, grid, cfg.seed, step[0], cfg.permute_scope)
     bar = tqdm(total=cfg.epochs * steps, initial=progress.epoch * steps + progress.step, desc=condition(cfg), unit="step",
                disable=not cfg.progress, mininterval=1)
     with bar:
         while progress.epoch < cfg.epochs:
             model.train()
-            with permutation(model, moved) if cfg.permute == "random" else nullcontext():
-                train_epoch(called, optimizer, images, cfg, device, progress, step, ema, bar,
+            with permutation(model, lambda batch: order[0]) if cfg.permute == "random" else nullcontext():
+                train_epoch(called, optimizer, images, cfg, device, progress, order, ema, bar,
                             lambda: save_state(folder, progress, model, optimizer, ema))
             val = score(*predict(kept, eval_batches(images.x_val, images.y_val, images, cfg, device), cfg.precision))
             loss, top1 = (s / steps for s in progress.sums)
