@@ -21,7 +21,7 @@ train: $(STAMP) ## train one model: PE=rope [PRESET=default] [SEED=0] [ARGS='-p 
 	$${PE:+-p pe "$$PE"} $${PRESET:+-p preset "$$PRESET"} $${SEED:+-p seed "$$SEED"} $(ARGS) < /dev/null
 
 test: $(STAMP) ## run the tests, two at a time [ARGS='-k name' as for pytest]
-	pytest -n 2 --dist loadgroup $(ARGS) < /dev/null
+	pytest -n 2 --dist worksteal $(ARGS) < /dev/null
 
 install: $(STAMP) ## create the environment: editable, with the dev, docs and sweep extras
 	@echo "ready: source $(VENV)/bin/activate"

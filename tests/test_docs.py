@@ -1,4 +1,5 @@
 "The site: built once, then read as a browser without a network would."
+import os
 import re
 import subprocess
 import sys
@@ -9,13 +10,14 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from filelock import FileLock
 
 from vitposnb.config import TrainConfig
 from vitposnb.docs import notebooks
 from vitposnb.reference import field_comments
 
 ROOT = Path(__file__).resolve().parents[1]
-pytestmark = [pytest.mark.skipif(not find_spec("sphinx"), reason="the site needs the extra `docs`"), pytest.mark.xdist_group("docs")]
+pytestmark = pytest.mark.skipif(not find_spec("sphinx"), reason="the site needs the extra `docs`")
 
 
 class Page(HTMLParser):
@@ -37,12 +39,15 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    "The folder of the site, built in a process of its own."
-    out = tmp_path_factory.mktemp("site")
+    "The folder of the site, built in a process of its own and once for all workers."
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ: shared = shared.parent
     code = "import sys; from vitposnb.docs import build_site; build_site(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", code, str(out)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return out
+    with FileLock(shared / "site.lock"):
+        if not (shared / "site").exists():
+            done = subprocess.run([sys.executable, "-c", code, str(shared / "site")], cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[-6000:]
+    return shared / "site"
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import torch
 from conftest import ROOT, read_json
 from safetensors.torch import load_file
 
+from vitposnb import runs
 from vitposnb.config import ConfigError, config_hash, configure, run_path
 from vitposnb.data import train_batches
 from vitposnb.runs import RunError, find_runs, index, load_model, partial_path, verify
@@ -52,36 +53,67 @@ def test_conditions_see_the_same_batches(smoke):
         assert all(torch.equal(x, batches[0][0]) and torch.equal(y, batches[0][1]) for x, y in batches)
 
 
-TRAIN = """
+KILLED = dict(preset="smoke", progress=False, pe="ape-rpt", epochs=2, ema=0.9, drop_path=0.1, batch_size=2, save_minutes=0.01)
+TRAIN = f"""
 import sys
 from vitposnb.config import configure
 from vitposnb.training import train
-train(configure(preset="smoke", progress=False, pe="ape-rpt", epochs=6, ema=0.9, drop_path=0.1, batch_size=16,
-                save_minutes=0.01, runs_dir=sys.argv[1]))
+train(configure(runs_dir=sys.argv[1], **{KILLED}))
 """
 
 
-def test_killed_in_mid_epoch_and_resumed_equals_uninterrupted(tmp_path):
-    run_it = lambda d: subprocess.Popen([sys.executable, "-c", TRAIN, str(tmp_path / d)], cwd=ROOT, env=os.environ)
-    assert run_it("whole").wait() == 0
-    cfg = configure(preset="smoke", pe="ape-rpt", epochs=6, ema=0.9, drop_path=0.1, batch_size=16, runs_dir=str(tmp_path / "killed"))
-    path, kills = run_path(cfg), 0
-    while not path.exists():
-        process = run_it("killed")
-        state = partial_path(path) / "state.json"
-        before = state.read_bytes() if state.exists() else b""
-        while process.poll() is None and (not state.exists() or state.read_bytes() == before or kills == 2):
-            time.sleep(0.002)
-        if process.poll() is None:
-            time.sleep(0.05)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            kills += 1
-            assert not path.exists() or verify(path)
-    whole = tmp_path / "whole" / "smoke" / path.name
-    assert kills >= 1
+def test_killed_in_mid_epoch_and_resumed_equals_uninterrupted(smoke, tmp_path):
+    "A real kill -9 after a state in the middle of an epoch was written."
+    whole = train(configure(runs_dir=str(tmp_path / "whole"), **KILLED), smoke)
+    cfg = configure(runs_dir=str(tmp_path / "killed"), **KILLED)
+    path = run_path(cfg)
+    state = partial_path(path) / "state.json"
+    process = subprocess.Popen([sys.executable, "-c", TRAIN, str(tmp_path / "killed")], cwd=ROOT, env=os.environ)
+    while process.poll() is None and not (state.exists() and read_json(state)["step"] > 0):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    saved = read_json(state)
+    assert saved["step"] > 0 and saved["sums"][0] > 0 and not path.exists()
+    train(cfg, smoke)
     assert weights(whole) == weights(path) and steady(whole) == steady(path)
     assert sorted(p.name for p in path.iterdir()) == ["config.json", "manifest.json", "metrics.jsonl", "model.safetensors", "result.json"]
+
+
+def test_killed_while_finishing_leaves_a_folder_that_completes(smoke, tmp_path, monkeypatch):
+    cfg = configure(runs_dir=str(tmp_path), **SMOKE)
+    path = run_path(cfg)
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.os, "replace", lambda a, b: os.rename(a, b) if b != path else (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train(cfg, smoke)
+    assert (partial_path(path) / "manifest.json").exists() and not path.exists() and not find_runs(tmp_path)
+    assert verify(train(cfg, smoke), weights=True) and len(find_runs(tmp_path)) == 1
+
+
+def test_a_machine_without_git_finishes_its_run(smoke, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert verify(train(configure(runs_dir=str(tmp_path), **SMOKE), smoke))["git_commit"] is None
+
+
+def test_weights_that_cannot_be_restored_are_not_put_back(smoke, tmp_path):
+    cfg = configure(runs_dir=str(tmp_path), **SMOKE)
+    run = train(cfg, smoke)
+    (run / "model.safetensors").unlink()
+    manifest = read_json(run / "manifest.json")
+    manifest["files"]["model.safetensors"] = "0" * 64
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    for _ in range(2):
+        with pytest.raises(RunError, match="the weights trained here differ"):
+            train(cfg, smoke)
+    assert not (run / "model.safetensors").exists() and len(find_runs(tmp_path)) == 1
+
+
+def test_training_puts_threads_and_random_state_back(smoke, tmp_path):
+    torch.manual_seed(7)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    train(configure(runs_dir=str(tmp_path), dropout=0.1, **{**SMOKE, "threads": threads + 1}), smoke)
+    assert torch.equal(state, torch.get_rng_state()) and torch.get_num_threads() == threads
 
 
 def test_a_finished_run_is_a_no_op_that_says_so(smoke, tmp_path, capsys):

@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from .config import ANALYSIS_SCIENCE, Analysis, ConfigError, TrainConfig, condition, input_path, project_root
+from .config import ANALYSIS_SCIENCE, DATASETS, Analysis, ConfigError, TrainConfig, condition, input_path, project_root
 from .data import ImageSet, eval_batches, load_images
 from .model import ViT, describe, timm_model
 from .runs import load_config, load_model, verify, writing
@@ -51,21 +51,28 @@ class Subject:
         return eval_batches(self.images.x_test[:n], self.images.y_test[:n], (self.mean, self.std), self.config, self.device, batch_size)
 
 # %% ../nbs/15_analysis.ipynb #cell008
+def _hash(*parts: str) -> str: return hashlib.sha256("/".join(parts).encode()).hexdigest()
+
+
 def _of_run(cfg: Analysis, device: torch.device) -> Subject:
     path = input_path(cfg.run)
     manifest = verify(path, weights=True)
     (model, _, _), (twin, _, _) = load_model(path), load_model(path, trained=False)
     trained, known = load_config(path)
-    trained = replace(trained, data=cfg.data or trained.data, progress=cfg.progress)
+    if not cfg.data and known["name"] not in DATASETS:
+        raise ConfigError(f"data is needed: {path.name} was trained on your own images ({known['name']}); allowed: the path of that folder or file")
+    trained = replace(trained, data=cfg.data or trained.data, class_list=cfg.class_list, progress=cfg.progress)
     images = load_images(trained)
     if images.fingerprint != known["fingerprint"]:
         raise ConfigError(f"data = {trained.data!r} holds other images than those {path.name} was trained on ({known['name']}); allowed: the same data")
     return Subject(f"{path.parent.name}/{path.name}", condition(trained), trained.seed, model.to(device), twin.to(device), describe(model), images, trained,
-                   tuple(known["mean"]), tuple(known["std"]), path, manifest["identity"], device, True)
+                   tuple(known["mean"]), tuple(known["std"]), path, _hash(manifest["identity"], manifest["files"]["model.safetensors"]), device, True)
 
 # %% ../nbs/15_analysis.ipynb #cell010
 def _of_timm(cfg: Analysis, device: torch.device) -> Subject:
-    model, data = timm_model(cfg.model, cfg.weights if cfg.weights in ("pretrained", "random") else str(input_path(cfg.weights)))
+    try: model, data = timm_model(cfg.model, cfg.weights if cfg.weights in ("pretrained", "random") else str(input_path(cfg.weights)))
+    except Exception as e:
+        raise ConfigError(f"model = {cfg.model!r} with weights = {cfg.weights!r} cannot be opened: {' '.join(str(e).split())[:300]}") from e
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         twin, _ = timm_model(cfg.model, "random")
@@ -81,7 +88,7 @@ def _of_timm(cfg: Analysis, device: torch.device) -> Subject:
     folder = (runs if runs.is_absolute() else project_root() / runs) / "timm" / name
     weights = hashlib.sha256(b"".join(v.cpu().numpy().tobytes() for v in model.state_dict().values() if v.dtype != torch.bfloat16))
     return Subject(f"timm/{name}", cfg.model, None, model.to(device), twin.to(device), vit, images, prepared, data["mean"], data["std"], folder,
-                   hashlib.sha256((weights.hexdigest() + images.fingerprint).encode()).hexdigest(), device, vit.num_classes == len(images.classes))
+                   _hash(weights.hexdigest(), images.fingerprint), device, vit.num_classes == len(images.classes))
 
 
 def open_subject(
@@ -119,7 +126,7 @@ def analysis_folder(
     science = {k: v for k, v in asdict(cfg).items() if k in ANALYSIS_SCIENCE}
     name = "+".join([kind, *(f"{k}={v}" for k, v in science.items() if v != usual[k])])
     text = json.dumps([kind, science, subject.identity], sort_keys=True)
-    return subject.folder / name, hashlib.sha256(text.encode()).hexdigest()
+    return subject.folder / name, _hash(text)
 
 
 def saved_table(
@@ -136,8 +143,9 @@ def saved_table(
         verify(path, identity)
         print(f"{subject.run}/{path.name} is complete already: read, not measured again")
         return read_table(path)
-    table = measure()
-    with writing(path, identity, dict(kind=kind, subject=subject.identity, settings={k: v for k, v in asdict(cfg).items() if k in ANALYSIS_SCIENCE})) as folder:
+    settings = {k: v for k, v in asdict(cfg).items() if k in ANALYSIS_SCIENCE}
+    with writing(path, identity, dict(kind=kind, subject=subject.identity, settings=settings)) as folder:
+        table = measure()
         table.to_csv(folder / "table.csv", index=False, float_format="%.7g")
         for name, draw in (figures or {}).items(): save_figure(draw(read_table(folder)), folder / name)
     return read_table(path)

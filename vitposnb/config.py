@@ -4,20 +4,22 @@
 
 # %% auto #0
 __all__ = ['ENCODINGS', 'PERMUTE', 'CONDITIONS', 'PRESETS', 'ALLOWED', 'DATASETS', 'ANALYSIS_SCIENCE', 'SCIENTIFIC',
-           'ConfigError', 'nearest', 'parse_condition', 'Encoding', 'Images', 'Architecture', 'Optimisation',
-           'Execution', 'TrainConfig', 'coerce', 'project_root', 'input_path', 'cache_dir', 'check', 'Analysis',
-           'Geometry', 'check_analysis', 'configure', 'condition', 'overrides', 'run_name', 'run_path', 'config_hash',
-           'derive_seed', 'literal_assignments', 'notebook_parameters', 'from_notebook']
+           'OneLineError', 'ConfigError', 'nearest', 'parse_condition', 'Encoding', 'Images', 'Architecture',
+           'Optimisation', 'Execution', 'TrainConfig', 'coerce', 'project_root', 'input_path', 'cache_dir', 'check',
+           'Analysis', 'Geometry', 'check_analysis', 'configure', 'condition', 'overrides', 'run_name', 'run_path',
+           'config_hash', 'derive_seed', 'literal_assignments', 'notebook_parameters', 'from_notebook']
 
 # %% ../nbs/00_config.ipynb #cell003
 import ast
 import difflib
 import hashlib
 import json
+import math
 import os
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import ClassVar
 
 import platformdirs
 
@@ -43,12 +45,16 @@ CONDITIONS = {
 }
 
 # %% ../nbs/00_config.ipynb #cell011
-class ConfigError(ValueError):
-    "A parameter that cannot be used: the message is one line that names it and says what is allowed."
+class OneLineError(Exception):
+    "An error whose message says all: IPython shows it without a stack trace."
 
     def _render_traceback_(self) -> list[str]:
-        "IPython's hook: a wrong parameter needs no stack trace."
+        "IPython's hook for the traceback."
         return [f"{type(self).__name__}: {self}"]
+
+
+class ConfigError(OneLineError, ValueError):
+    "A parameter that cannot be used: the message is one line that names it and says what is allowed."
 
 
 def nearest(
@@ -212,7 +218,7 @@ def coerce(
         if name not in ALLOWED: return value
         if value.lower() in ALLOWED[name]: return value.lower()
         raise ConfigError(f"{error}{nearest(value, ALLOWED[name])}")
-    if not number or value != value or (kind is int and value != int(value)): raise error
+    if not number or not math.isfinite(value) or (kind is int and value != int(value)): raise error
     low, high = ALLOWED.get(name, (float("-inf"), float("inf")))
     if not low <= value <= high: raise error
     return kind(value)
@@ -277,10 +283,13 @@ def check(
 @dataclass(frozen=True)
 class Analysis:
     "What every analysis is told. `run` or `model` names the subject."
+    usual_run: ClassVar[str] = "runs/default/rope-s0"  # what is analysed when neither `run` nor `model` is given
+
     run: str = ""  # a run folder, e.g. runs/default/rope-s0
     model: str = ""  # instead of a run: the name of a timm ViT, with `data`
     weights: str = "pretrained"  # of `model`: pretrained (downloads) | random | path of a .safetensors file
-    data: str = ""  # images: a known data set or a path; empty: the images of the run
+    data: str = ""  # images: a known data set, or a folder with train/ and test/ (or val/); empty: the images of the run
+    class_list: str = ""  # file with one class folder per line, if the run was trained with one
     images: int = 1000  # test images to analyse
     seed: int = 0  # seeds the permutations and the resampling
     batch_size: int = 250  # images in a forward pass; never changes a result
@@ -306,12 +315,15 @@ def check_analysis(
     cfg: Analysis,
 ) -> Analysis:  # the same; raises ConfigError
     "Refuse an analysis without a subject, or with one that is not there."
-    if bool(cfg.run) == bool(cfg.model):
-        raise ConfigError(f"run = {cfg.run!r} and model = {cfg.model!r}: allowed is exactly one of a run folder and a timm model's name")
-    if cfg.run and not (input_path(cfg.run) / "manifest.json").exists():
-        runs = [f"{p.parent.parent.name}/{p.parent.name}" for p in sorted((project_root() / cfg.runs_dir).glob("*/*/manifest.json"))]
+    if cfg.run and cfg.model:
+        raise ConfigError(f"run = {cfg.run!r} and model = {cfg.model!r}: allowed is one of a run folder and a timm model's name")
+    if not cfg.run and not cfg.model: cfg = replace(cfg, run=cfg.usual_run)
+    if cfg.run and not all((input_path(cfg.run) / f).exists() for f in ("manifest.json", "config.json")):
+        runs = [f"{p.parent.parent.name}/{p.parent.name}" for p in sorted((project_root() / cfg.runs_dir).glob("*/*/config.json"))]
         raise ConfigError(f"run = {cfg.run!r} is not a finished run folder{nearest(cfg.run.removeprefix('runs/'), runs)}; "
-                          f"allowed: a folder with a manifest.json, such as those that train.ipynb makes ({len(runs)} in {cfg.runs_dir})")
+                          f"allowed: a folder with manifest.json and config.json, such as train.ipynb makes ({len(runs)} in {cfg.runs_dir})")
+    if cfg.weights not in ("pretrained", "random") and not (input_path(cfg.weights).is_file() and cfg.weights.endswith(".safetensors")):
+        raise ConfigError(f"weights = {cfg.weights!r} is not allowed; allowed: pretrained, random, or an existing .safetensors file")
     if cfg.model and not cfg.data:
         raise ConfigError(f"data is needed with model = {cfg.model!r}; allowed: the path of a folder of images, or {', '.join(DATASETS)}")
     if cfg.data and cfg.data not in DATASETS and not input_path(cfg.data).exists():

@@ -157,7 +157,8 @@ def shown_cells(
     namespace: dict,  # of the exported module
 ) -> list:  # nbformat cells; empty if nothing is to be seen
     "A cell as the page has it."
-    source, outputs = "".join(cell["source"]), cell.get("outputs", [])
+    widget = "application/vnd.jupyter.widget-view+json"
+    source, outputs = "".join(cell["source"]), [o for o in cell.get("outputs", []) if widget not in o.get("data", {})]
     if cell["cell_type"] == "markdown": return [nbformat.v4.new_markdown_cell(local_links(source))]
     options = {k.rstrip(":"): "".join(v).lower() for k, v in given.items()} | directives(source)
     code = code_of(source)

@@ -32,8 +32,10 @@ def arm(
 
 
 def colour(run: str) -> str:  # a hexadecimal colour
-    "The colour of a run's arm; black for a model that is not of this study."
-    return COLOURS.get(arm(run), "#000000")
+    "The colour of a run's condition (and ape_init, which has its own), whatever else was changed; black for a model that is not of this study."
+    name, *changes = arm(run).split("+")
+    scale = [c for c in changes if c.startswith("ape_init=")]
+    return COLOURS.get("+".join([name, *scale]), COLOURS.get(name, "#000000"))
 
 # %% ../nbs/13_figures.ipynb #cell009
 def by_depth(

@@ -36,31 +36,39 @@ def without(
 ):  # yields the model; raises ValueError for an unknown block or sublayer
     "Make one sublayer write nothing into the residual stream."
     if sublayer not in SUBLAYERS: raise ValueError(f"sublayer = {sublayer!r} is not known; allowed: {', '.join(SUBLAYERS)}")
-    handle = getattr(check_block(model, block), sublayer).register_forward_hook(lambda module, args, out: torch.zeros_like(out))
+    place = check_block(model, block)
+    last = {"attn": "norm1", "mlp": "norm2"}[sublayer] if "Post" in type(place).__name__ else sublayer
+    handle = getattr(place, last).register_forward_hook(lambda module, args, out: torch.zeros_like(out))
     try: yield model
     finally: handle.remove()
 
 # %% ../nbs/09_intervention.ipynb #cell011
 @contextmanager
 def random_attention(
-    model: nn.Module,  # a ViT whose attention has a fused `qkv`, or `q_proj` and `k_proj`
+    model: nn.Module,  # a ViT whose attention calls a fused `qkv`, or `q_proj` and `k_proj`
     block: int,  # 0 to L-1
-    seed: int = 0,  # of the noise, drawn anew for every forward pass
-):  # yields the model; raises ValueError or TypeError
-    "Replace a block's queries and keys by noise of their own root mean square."
+    seed: int = 0,  # of the noise, drawn image after image, so that the batch size does not matter
+):  # yields the model; raises ValueError, or TypeError where queries and keys cannot be reached
+    "Replace a block's queries and keys by noise of their own root mean square, image by image."
     attn = check_block(model, block).attn
-    generator = torch.Generator().manual_seed(derive_seed(seed, "random-attention"))
+    split = getattr(attn, "q_proj", None) is not None
+    if not split and (getattr(attn, "q_bias", None) is not None or not isinstance(getattr(attn, "qkv", None), nn.Linear)):
+        raise TypeError(f"the queries of {type(attn).__name__} cannot be reached from outside; "
+                        "allowed: attention with q_proj and k_proj, or with a qkv layer that holds its own bias")
+    streams = [torch.Generator().manual_seed(derive_seed(seed, "random-attention", i)) for i in (0, 1)]
 
-    def noise(like):
-        return torch.randn(like.shape, generator=generator).to(like) * like.detach().pow(2).mean().sqrt()
+    def noise(like, stream):
+        drawn = torch.stack([torch.randn(like.shape[1:], generator=streams[stream]) for _ in range(len(like))])
+        return drawn.to(like) * like.detach().pow(2).mean((1, 2), keepdim=True).sqrt()
 
     def fused(module, args, out):
-        width = out.shape[-1] // 3
-        return torch.cat([noise(out[..., :width]), noise(out[..., width:2 * width]), out[..., 2 * width:]], -1)
+        q, k, v = out.chunk(3, -1)
+        return torch.cat([noise(q, 0), noise(k, 1), v], -1)
 
-    if isinstance(getattr(attn, "qkv", None), nn.Linear): handles = [attn.qkv.register_forward_hook(fused)]
-    elif hasattr(attn, "q_proj"): handles = [m.register_forward_hook(lambda module, args, out: noise(out)) for m in (attn.q_proj, attn.k_proj)]
-    else: raise TypeError(f"{type(attn).__name__} has neither qkv nor q_proj; allowed: the attention of timm's VisionTransformer and Eva families")
+    def one(stream): return lambda module, args, out: noise(out, stream)
+
+    handles = ([attn.q_proj.register_forward_hook(one(0)), attn.k_proj.register_forward_hook(one(1))] if split
+               else [attn.qkv.register_forward_hook(fused)])
     try: yield model
     finally:
         for handle in handles: handle.remove()

@@ -15,7 +15,7 @@ from timm.data import resolve_data_config
 from timm.models.eva import Eva
 from torch import nn
 
-from .config import TrainConfig, derive_seed
+from .config import TrainConfig, derive_seed, nearest
 from .pe import ape_table, sincos_table
 from .permutation import fix_order, fixed_order
 
@@ -98,8 +98,7 @@ def timm_model(
 ) -> tuple[nn.Module, dict]:  # the model in evaluation mode, and timm's data config (mean, std, input_size, ...)
     "Any ViT of timm's; raises ValueError for an unknown name and TypeError if it is no ViT."
     if not timm.is_model(name):
-        near = timm.list_models(f"*{name.split('.')[0][:12]}*")[:5]
-        raise ValueError(f"model = {name!r} is not known to timm {timm.__version__}; allowed: a name from timm.list_models(), near: {', '.join(near) or 'none'}")
+        raise ValueError(f"model = {name!r} is not known to timm {timm.__version__}{nearest(name, timm.list_models())}; allowed: a name from timm.list_models()")
     local = {} if weights in ("random", "pretrained") else dict(checkpoint_path=str(weights))
     model = timm.create_model(name, pretrained=weights == "pretrained", **local, **kwargs).eval()
     describe(model)

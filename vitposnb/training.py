@@ -9,9 +9,10 @@ __all__ = ['pick_device', 'lr_at', 'make_optimizer', 'predict', 'score', 'Traini
 # %% ../nbs/05_training.ipynb #cell003
 import json
 import math
+import shutil
 import time
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -21,11 +22,11 @@ from timm.utils import ModelEmaV3
 from torch import nn
 from tqdm import tqdm
 
-from .config import ConfigError, TrainConfig, cache_dir, condition, config_hash, derive_seed, run_path
+from .config import ConfigError, OneLineError, TrainConfig, cache_dir, condition, config_hash, derive_seed, run_path
 from .data import ImageSet, eval_batches, load_images, steps_per_epoch, train_batches
 from .model import build_model
 from .permutation import permutation, training_orders
-from .runs import RunError, partial_path, replacing, save_config, verify, write_json, write_tensors, writing
+from .runs import RunError, only_writer, partial_path, replacing, save_config, sha256, verify, write_json, write_tensors, writing
 
 # %% ../nbs/05_training.ipynb #cell006
 def pick_device(
@@ -86,7 +87,7 @@ def score(
     return dict(top1=(logits.argmax(1) == labels).double().mean().item(), loss=F.cross_entropy(logits, labels).item())
 
 # %% ../nbs/05_training.ipynb #cell015
-class TrainingDiverged(RuntimeError):
+class TrainingDiverged(OneLineError, RuntimeError):
     "The loss is no number any more, or far above chance; the last good state is kept."
 
 
@@ -176,6 +177,16 @@ def train_epoch(
     progress.seconds += time.perf_counter() - clock
 
 # %% ../nbs/05_training.ipynb #cell019
+@contextmanager
+def _own_settings(threads: int):
+    "Threads and torch's global generator for the length of a training; both are put back."
+    before = torch.get_num_threads()
+    with torch.random.fork_rng():
+        torch.set_num_threads(threads)
+        try: yield
+        finally: torch.set_num_threads(before)
+
+
 def fit(
     cfg: TrainConfig,
     images: ImageSet,
@@ -183,7 +194,10 @@ def fit(
     checkpoints: Path | None = None,  # folder for the weights along training; None: not kept
 ) -> dict:  # the content of result.json; raises TrainingDiverged
     "Train to the end, from wherever the folder's state is; choices see the validation images, the test images are used once, at the end."
-    torch.set_num_threads(cfg.threads)
+    with _own_settings(cfg.threads): return _fit(cfg, images, folder, checkpoints)
+
+
+def _fit(cfg: TrainConfig, images: ImageSet, folder: Path, checkpoints: Path | None) -> dict:
     device = pick_device(cfg.device)
     model = build_model(cfg, len(images.classes)).to(device)
     optimizer, ema = make_optimizer(model, cfg), ModelEmaV3(model, decay=cfg.ema) if cfg.ema else None
@@ -238,7 +252,7 @@ def train(
     if path.exists():
         manifest = verify(path, identity)
         if all((path / w).exists() for w in manifest["weights"]):
-            print(f"{path.name} is complete already: nothing to do")
+            print(f"{path.name} is complete already: nothing to do (another run: -p seed {cfg.seed + 1}, or -p runs_dir somewhere-else)")
             return path
         return _restore_weights(cfg, images, path, manifest)
     if (partial_path(path) / "state.json").exists(): print(f"continuing the interrupted run {path.name}")
@@ -252,13 +266,15 @@ def train(
 # %% ../nbs/05_training.ipynb #cell023
 def _restore_weights(cfg: TrainConfig, images: ImageSet, path: Path, manifest: dict) -> Path:
     print(f"{path.name} has its results but not its weights: training it again to restore them")
-    again = path.with_name(f"{path.name}+restore")
-    with writing(again, manifest["identity"], resume=True) as folder: fit(cfg, images, folder, checkpoint_dir(manifest["identity"]))
-    new = verify(again)["files"]["model.safetensors"]
-    if new != manifest["files"]["model.safetensors"]:
+    again = path.with_name(f".{path.name}.restore")
+    with only_writer(path):
+        again.mkdir(exist_ok=True)
+        made_on = json.loads((path / "result.json").read_text())["device"]
+        fit(replace(cfg, device=made_on), images, again, checkpoint_dir(manifest["identity"]))
+        same = sha256(again / "model.safetensors") == manifest["files"]["model.safetensors"]
+        if same: (again / "model.safetensors").replace(path / "model.safetensors")
+        shutil.rmtree(again)
+    if not same:
         raise RunError(f"the weights trained here differ from those of {path}: another processor or library version "
-                       f"(manifest: {manifest['cpu']}, torch {manifest['versions']['torch']}); they are kept in {again}")
-    (again / "model.safetensors").replace(path / "model.safetensors")
-    for leftover in again.iterdir(): leftover.unlink()
-    again.rmdir()
+                       f"(manifest: {manifest['cpu']}, torch {manifest['versions']['torch']}); its tables stay usable, or train with another runs_dir")
     return path
