@@ -22,7 +22,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 from filelock import FileLock, Timeout
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from .config import SCIENTIFIC, OneLineError, TrainConfig, project_root
 from .model import build_model
@@ -56,8 +56,7 @@ def write_tensors(
     tensors: dict[str, torch.Tensor],  # any device; saved contiguous on the CPU
 ) -> None:
     "Write safetensors, atomically."
-    with replacing(path) as temporary:
-        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(temporary))
+    with replacing(path) as temporary: temporary.write_bytes(save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}))
 
 
 def sha256(path: Path) -> str:  # 64 hexadecimal digits
