@@ -81,16 +81,16 @@ def similarity_maps(
     "Mean similarity of every token to one token, a row of panels for each label, a column for each layer."
     depth = len(next(iter(maps.values())))
     fig, axes = plt.subplots(len(maps), depth, figsize=(1.35 * depth + 1, 1.45 * len(maps) + 0.3), layout="constrained", squeeze=False)
-    for row, (label, values) in zip(axes, maps.items(), strict=True):
+    for i, (row, (label, values)) in enumerate(zip(axes, maps.items(), strict=True)):
         for layer, (ax, value) in enumerate(zip(row, values, strict=True)):
             im = ax.imshow(value, cmap="RdBu_r", vmin=-1, vmax=1)
             ax.plot(token[1], token[0], "k+", ms=5)
-            ax.set(xticks=[], yticks=[], title=f"layer {layer}" if row is axes[0] else "")
+            ax.set(xticks=[], yticks=[], title="" if i else f"layer {layer}")
         row[0].set_ylabel(label, fontsize=8)
     fig.colorbar(im, ax=axes, label="cosine", shrink=0.8)
     return fig
 
-# %% ../nbs/13_figures.ipynb #cell014
+# %% ../nbs/13_figures.ipynb #cell015
 def save_figure(
     fig: Figure,
     path: Path,  # without ending
