@@ -97,6 +97,7 @@ def output_text(
 ) -> str:  # Markdown; empty for images and errors
     "A stored output as Markdown."
     data = {"text/plain": output.get("text", ""), **output.get("data", {})}
+    if any(kind.startswith("image/") for kind in data): return ""
     for kind in ("text/markdown", "text/plain"):
         text = "".join(data.get(kind, ""))
         if text: return text if kind == "text/markdown" else f"```\n{text.rstrip()}\n```"
