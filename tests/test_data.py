@@ -70,7 +70,7 @@ def write_folder(folder, x, y, splits=("train", "val"), form="png", share=0.7):
 
 
 def small(path, **given) -> TrainConfig:
-    return configure(**{**dict(data=str(path), val_images=20, batch_size=8, progress=False), **given})
+    return configure(**{**dict(data=str(path), val_images=20, batch_size=8, flip=True, crop="pad", progress=False), **given})
 
 
 def stems():
@@ -232,7 +232,7 @@ def test_evaluation_covers_all_images_once_in_order(tmp_path, rgb):
 @pytest.mark.parametrize("padding", [0, 1, 4])
 def test_shift_and_flip_agree_with_one_image_at_a_time(chans, padding, rgb):
     x = np.ascontiguousarray(rgb["x_train"][:40, 2:30, 1:29, :chans])
-    cfg = configure(img_size=28, in_chans=chans, crop_padding=padding)
+    cfg = configure(img_size=28, in_chans=chans, crop_padding=padding, flip=True, crop="pad")
     draws = epoch_draws(40, cfg, 0)
     draws[0, 3:], draws[1, 3:] = 0, 1 - 2**-24
     got = augment(torch.from_numpy(x), draws, cfg, (0.0,) * chans, (1 / 255,) * chans).movedim(1, -1).numpy()
@@ -531,7 +531,7 @@ def test_the_default_data_is_as_published(fashion):
     assert np.bincount(images.y_test).tolist() == [500] * 10 and images.classes[9] == "Ankle boot"
     assert {digest(x[..., 0]) for x in images.x_test} == {digest(x) for x in fashion["x_test"]}
     assert not {digest(x) for x in images.x_val} & {digest(x) for x in images.x_train}
-    x, y = next(train_batches(images, configure(), 0, "cpu"))
+    x, y = next(train_batches(images, configure(flip=True, crop="pad"), 0, "cpu"))
     assert x.shape == (64, 1, 28, 28) and x.dtype == torch.float32 and x.is_contiguous() and y.dtype == torch.int64
 
 
