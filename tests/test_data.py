@@ -535,6 +535,13 @@ def test_the_default_data_is_as_published(fashion):
     assert x.shape == (64, 1, 28, 28) and x.dtype == torch.float32 and x.is_contiguous() and y.dtype == torch.int64
 
 
+def test_normalise_leaves_its_input_alone():
+    for chans in (1, 3):
+        x = torch.full((2, 4, 4, chans), 100.0)
+        normalise(x, (0.5,) * chans, (0.5,) * chans)
+        assert (x == 100).all()
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_gpu_sees_the_same_batches(tmp_path, rgb):

@@ -214,7 +214,7 @@ def normalise(
     "Pixels as the model reads them: mean 0 and deviation 1 over the training images."
     mean, std = (torch.as_tensor(v, dtype=torch.float32, device=x.device).view(-1, 1, 1) for v in (mean, std))
     x = x.movedim(-1, 1).to(torch.float32, memory_format=torch.contiguous_format)
-    return x.sub_(255 * mean).div_(255 * std)
+    return x.sub(255 * mean).div_(255 * std)
 
 
 def center_crop(
