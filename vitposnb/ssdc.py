@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 
 from .config import derive_seed
-from .ranks import midranks
+from .ranks import midranks, rows_at_once
 from .stats import percentiles, poisson_means
 
 # %% ../nbs/06_ssdc.ipynb #cell006
@@ -45,11 +45,15 @@ def _cosine(x: torch.Tensor, num_prefix: int, centre: bool) -> torch.Tensor:
     "Cosines of the patch tokens before rounding, (B, N, N) float64."
     x = x.detach()[:, num_prefix:].double()
     if centre: x = x - x.mean(1, keepdim=True)
-    S = x @ x.mT if x.is_cuda else torch.from_numpy(np.matmul(x.numpy(), x.numpy().mT))
-    length = S.diagonal(dim1=1, dim2=2).sqrt()
+    if x.is_cuda: S = x @ x.mT
+    else: S = np.matmul(x.numpy(), x.numpy().mT)
+    length = torch.as_tensor(S).diagonal(dim1=1, dim2=2).sqrt()
     if not length.isfinite().all(): raise ValueError("x holds NaN or infinite values: no similarity is defined; check the model's output")
-    scale = length.masked_fill(length == 0, torch.inf).reciprocal()
-    return S.mul_(scale[:, :, None]).mul_(scale[:, None])
+    scale = torch.where(length > 0, 1 / length, 0.0)
+    if not x.is_cuda: scale = scale.numpy()
+    S *= scale[:, :, None]
+    S *= scale[:, None]
+    return torch.as_tensor(S)
 
 
 def similarity(
@@ -66,17 +70,18 @@ def pair_similarity(
     grid: tuple[int, int],  # (rows, cols)
     num_prefix: int = 0,  # P
     centre: bool = False,  # subtract each image's mean patch token first
-):  # yields (b, M) float64, up to 16 images at a time (one by one inside, on the CPU, so that they stay in its cache)
+):  # yields (b, M) float64, up to 64 images at a time (worked on in portions that stay in the CPU's cache)
     "Cosines in the order of `pairs`, not rounded yet (`midranks` rounds); ValueError if the number of tokens does not fit the grid."
     n = grid[0] * grid[1]
     if x.ndim != 3 or x.shape[1] != num_prefix + n:
         raise ValueError(f"x has shape {tuple(x.shape)}; allowed: (B, {num_prefix} + {n}, D) for grid {tuple(grid)}")
     i, j = pairs(tuple(grid))
     flat = i * n + j
-    for part in x.split(16):
-        if x.is_cuda: S = _cosine(part, num_prefix, centre)[:, i, j]
-        else: S = torch.from_numpy(np.concatenate([_cosine(v, num_prefix, centre).numpy().reshape(1, -1).take(flat, 1) for v in part.split(1)]))
-        yield S
+    for part in x.split(64):
+        if x.is_cuda: yield _cosine(part, num_prefix, centre)[:, i, j]
+        else:
+            squares = (_cosine(few, num_prefix, centre).numpy() for few in part.split(rows_at_once(len(flat))))
+            yield torch.from_numpy(np.concatenate([S.reshape(len(S), -1).take(flat, 1) for S in squares]))
 
 # %% ../nbs/06_ssdc.ipynb #cell016
 RHOS = ("rho", "rho_r", "rho_c", "beta_r", "beta_c")
