@@ -19,7 +19,7 @@ def rows_at_once(
     "How many rows are worked on together on the CPU: as many as stay in its cache."
     return max(1, 20_000 // max(m, 1))
 
-
+# %% ../nbs/06_ranks.ipynb #cell007
 def _midranks_cpu(
     values: np.ndarray,  # (B, M)
     step: float,
@@ -54,7 +54,7 @@ def _midranks_cpu(
         out.reshape(-1)[packed.ravel()] = np.repeat(centred, size)
     return ranks
 
-
+# %% ../nbs/06_ranks.ipynb #cell009
 def _midranks_torch(
     values: torch.Tensor,  # (B, M) float64
     step: float,
@@ -72,7 +72,7 @@ def _midranks_torch(
     scale = centred.square().mean(1, keepdim=True).sqrt()
     return torch.empty_like(key).scatter_(1, order, centred / torch.where(scale > 0, scale, 1.0))
 
-
+# %% ../nbs/06_ranks.ipynb #cell010
 def midranks(
     values: torch.Tensor,  # (B, M)
     step: float = 1e-6,  # values are rounded to multiples of this before ranking
