@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STEP', 'RHOS', 'pairs', 'grid_distance', 'similarity', 'pair_similarity', 'target_ranks', 'with_betas', 'ssdc',
-           'mantel', 'SSDC', 'over_layers']
+           'mantel', 'by_layer', 'over_layers', 'SSDC']
 
 # %% ../nbs/06_ssdc.ipynb #cell003
 from functools import lru_cache
@@ -148,6 +148,42 @@ def mantel(
     return dict(null=null, rho=rho, null_sd=sd, null_low=low, null_high=high, z=z, p=np.where(sd > 0, p, np.nan))
 
 # %% ../nbs/06_ssdc.ipynb #cell032
+def by_layer(
+    layers: list,  # labels
+    mean: np.ndarray,  # (L+1, 5) as named in `RHOS`
+    draws: np.ndarray,  # (n_boot, L+1, 5) their bootstrap
+    n: np.ndarray,  # (L+1,) images with a defined value
+    seen: int,  # images in all
+    null: dict,  # of `mantel`
+) -> list[dict]:  # rows of a table
+    "A row for each layer and metric."
+    rows = []
+    for a, layer in enumerate(layers):
+        gone = seen - n[a]
+        note = f"undefined for {gone} of {seen} images: all similarities are equal" if gone else ""
+        if n[a] == 1: note = "; ".join(filter(None, [note, "no interval from a single image"]))
+        for b, metric in enumerate(RHOS):
+            low, high = percentiles(draws[:, a, b])
+            extra = {k: null[k][a] for k in ("null_sd", "null_low", "null_high", "z", "p")} if b == 0 else {}
+            rows.append(dict(layer=layer, metric=metric, value=mean[a, b], low=low, high=high, n=n[a], **extra, note=note))
+    return rows
+
+# %% ../nbs/06_ssdc.ipynb #cell034
+def over_layers(
+    rho: np.ndarray,  # (L+1,) SSDC by layer
+    draws: np.ndarray,  # (n_boot, L+1) its bootstrap, the same images in every layer
+    n: int,  # images
+) -> list[dict]:  # rows of a table
+    "delta-SSDC (paper A: layer 1 minus layer 0), the mean over layers >= 1, and the maximum."
+    summaries = dict(delta_rho=lambda r: r[..., 1] - r[..., 0], mean_rho=lambda r: r[..., 1:].mean(-1), max_rho=lambda r: r.max(-1))
+    rows = []
+    for metric, f in summaries.items():
+        low, high = percentiles(f(draws))
+        note = "" if np.isfinite(f(rho)) else "undefined: a layer has no SSDC"
+        rows.append(dict(layer=None, metric=metric, value=f(rho), low=low, high=high, n=n, note=note))
+    return rows
+
+# %% ../nbs/06_ssdc.ipynb #cell035
 class SSDC:
     "Per-image SSDC of any number of layers, streamed over batches: `update` for each tap, then `result`."
 
@@ -204,30 +240,7 @@ class SSDC:
         n = np.isfinite(values[..., 0]).sum(0)
         R = torch.nan_to_num(self.mean_ranks())
         null = mantel(R, self.grid, n_null, seed, self.metric)
-        rows = []
         with np.errstate(invalid="ignore"): mean = np.nansum(values, 0) / np.where(n > 0, n, np.nan)[:, None]
-        for a, layer in enumerate(self.layers):
-            gone = len(values) - n[a]
-            note = f"undefined for {gone} of {len(values)} images: all similarities are equal" if gone else ""
-            if n[a] == 1: note = "; ".join(filter(None, [note, "no interval from a single image"]))
-            for b, metric in enumerate(RHOS):
-                low, high = percentiles(draws[:, a, b])
-                extra = {k: null[k][a] for k in ("null_sd", "null_low", "null_high", "z", "p")} if b == 0 else {}
-                rows.append(dict(layer=layer, metric=metric, value=mean[a, b], low=low, high=high, n=n[a], **extra, note=note))
+        rows = by_layer(self.layers, mean, draws, n, len(values), null)
         if len(self.layers) > 1: rows += over_layers(mean[:, 0], draws[:, :, 0], len(values))
         return pd.DataFrame(rows).assign(distance=self.metric, centring="image" if self.centre else "none")
-
-
-def over_layers(
-    rho: np.ndarray,  # (L+1,) SSDC by layer
-    draws: np.ndarray,  # (n_boot, L+1) its bootstrap, the same images in every layer
-    n: int,  # images
-) -> list[dict]:  # rows of a table
-    "delta-SSDC (paper A: layer 1 minus layer 0), the mean over layers >= 1, and the maximum."
-    summaries = dict(delta_rho=lambda r: r[..., 1] - r[..., 0], mean_rho=lambda r: r[..., 1:].mean(-1), max_rho=lambda r: r.max(-1))
-    rows = []
-    for metric, f in summaries.items():
-        low, high = percentiles(f(draws))
-        note = "" if np.isfinite(f(rho)) else "undefined: a layer has no SSDC"
-        rows.append(dict(layer=None, metric=metric, value=f(rho), low=low, high=high, n=n, note=note))
-    return rows

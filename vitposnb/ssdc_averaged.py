@@ -15,6 +15,16 @@ from .ssdc import RHOS, STEP, mantel, pair_similarity, target_ranks, with_betas
 from .stats import jackknife
 
 # %% ../nbs/06_ssdc_averaged.ipynb #cell006
+def _ranked(sums: torch.Tensor, sizes: np.ndarray, target: torch.Tensor, grid: tuple[int, int]) -> tuple[np.ndarray, torch.Tensor]:
+    "SSDC (1 + groups, 5) of the average of all groups and without each, and the ranks (M,) of the first."
+    left = torch.from_numpy(sizes.sum() - sizes).to(sums.device)[:, None]
+    means = torch.cat([sums.sum(0, keepdim=True) / sizes.sum(), (sums.sum(0) - sums) / left.clamp(min=1)])
+    z = midranks(means).cpu()
+    rho = (z @ target / len(target)).numpy()
+    rho[(z == 0).all(1).numpy()] = np.nan
+    return with_betas(rho, grid), z[0]
+
+# %% ../nbs/06_ssdc_averaged.ipynb #cell007
 class AveragedSSDC:
     "SSDC of image-averaged similarity, once for each shared permutation (paper A's form)."
 
@@ -50,14 +60,9 @@ class AveragedSSDC:
             np.add.at(sizes, group, 1)
 
     def _close(self, layer) -> None:
-        "Rank the average of a finished permutation, and the averages without each group."
+        "Rank what a finished permutation has gathered."
         _, sums, sizes = self.open.pop(layer)
-        left = torch.from_numpy(sizes.sum() - sizes).to(sums.device)[:, None]
-        means = torch.cat([sums.sum(0, keepdim=True) / sizes.sum(), (sums.sum(0) - sums) / left.clamp(min=1)])
-        z = midranks(means).cpu()
-        rho = (z @ self.target / len(self.target)).numpy()
-        rho[(z == 0).all(1).numpy()] = np.nan
-        self.done[layer].append((with_betas(rho, self.grid), z[0], sizes))
+        self.done[layer].append((*_ranked(sums, sizes, self.target, self.grid), sizes))
 
     def result(
         self,

@@ -14,6 +14,41 @@ from .ssdc import STEP, ssdc
 from .stats import jackknife
 
 # %% ../nbs/06_variance.ipynb #cell008
+def _empty(groups: int, N: int, D: int) -> dict:
+    "Sums for each group: tokens, their squares, the squares of image means, and counts."
+    zeros = lambda *shape: torch.zeros(groups, *shape, dtype=torch.float64)
+    return dict(sum=zeros(N, D), square=zeros(), mean_square=zeros(), n=zeros())
+
+
+def _add(sums: dict, x: torch.Tensor, group: torch.Tensor) -> None:
+    "Add tokens (B, N, D) of float64 to the sums of their groups (B,)."
+    square = x.square().sum((1, 2))
+    if not square.isfinite().all(): raise ValueError("x holds NaN or infinite values; check the model's output")
+    for name in sums: sums[name] = sums[name].to(x.device)
+    sums["sum"].index_add_(0, group, x)
+    sums["square"].index_add_(0, group, square)
+    sums["mean_square"].index_add_(0, group, x.mean(1).square().sum(1))
+    sums["n"].index_add_(0, group, torch.ones_like(square))
+
+# %% ../nbs/06_variance.ipynb #cell010
+def _split(sums: dict, keep: torch.Tensor) -> tuple[float, float, float]:
+    "Plug-in variance of the position means, V_int and V_img over the groups to keep."
+    n, square, mean_square = (float(sums[k][keep].sum()) for k in ("n", "square", "mean_square"))
+    if n < 2: return (float("nan"),) * 3
+    position = torch.einsum("g,gnd->nd", keep.double(), sums["sum"]) / n
+    N, centre = len(position), position.mean(0)
+    plug_in = float((position - centre).square().sum(1).mean())
+    V_int = (square - N * mean_square - n * N * plug_in) / ((n - 1) * N)
+    return plug_in, V_int, (mean_square - n * float(centre.square().sum())) / (n - 1)
+
+# %% ../nbs/06_variance.ipynb #cell012
+def _cross_similarity(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    "Cosine of one half's centred position means (N, D) with the other half's, made symmetric."
+    a, b = (torch.nn.functional.normalize(v - v.mean(0), dim=1, eps=1e-300) for v in (a, b))
+    s = torch.nan_to_num(a @ b.T)
+    return ((s + s.T) / 2).div_(STEP).round_().mul_(STEP)
+
+# %% ../nbs/06_variance.ipynb #cell014
 class PositionalVariance:
     "Variance of tokens by position, image and interaction: `update` with batches of one layer, then `result`."
 
@@ -28,13 +63,8 @@ class PositionalVariance:
         if unit not in ("image", "batch"): raise ValueError(f"unit = {unit!r} is not allowed; allowed: image, batch")
         self.grid, self.D, self.groups, self.unit, self.num_prefix, self.seen = tuple(grid), D, groups, unit, num_prefix, 0
         self.N = grid[0] * grid[1]
-        self.images = self._empty()
-        self.units = self.images if unit == "image" else self._empty()
-
-    def _empty(self) -> dict:
-        "Sums for each group: tokens, their squares, the squares of image means, and counts."
-        zeros = lambda *shape: torch.zeros(self.groups, *shape, dtype=torch.float64)
-        return dict(sum=zeros(self.N, self.D), square=zeros(), mean_square=zeros(), n=zeros())
+        self.images = _empty(groups, self.N, D)
+        self.units = self.images if unit == "image" else _empty(groups, self.N, D)
 
     def update(
         self,
@@ -48,36 +78,17 @@ class PositionalVariance:
             group = (self.seen + torch.arange(len(x), device=x.device)) % self.groups
         else:
             group = torch.full((len(x),), self.seen % self.groups, device=x.device)
-            self._add(self.units, x.mean(0, keepdim=True, dtype=torch.float64), group[:1])
-        for part, g in zip(x.split(16), group.split(16), strict=True): self._add(self.images, part.double(), g)
+            _add(self.units, x.mean(0, keepdim=True, dtype=torch.float64), group[:1])
+        for part, g in zip(x.split(16), group.split(16), strict=True): _add(self.images, part.double(), g)
         self.seen += len(x) if self.unit == "image" else 1
-
-    def _add(self, sums: dict, x: torch.Tensor, group: torch.Tensor) -> None:
-        square = x.square().sum((1, 2))
-        if not square.isfinite().all(): raise ValueError("x holds NaN or infinite values; check the model's output")
-        for name in sums: sums[name] = sums[name].to(x.device)
-        sums["sum"].index_add_(0, group, x)
-        sums["square"].index_add_(0, group, square)
-        sums["mean_square"].index_add_(0, group, x.mean(1).square().sum(1))
-        sums["n"].index_add_(0, group, torch.ones_like(square))
-
-    def _split(self, sums: dict, keep: torch.Tensor) -> tuple[float, float, float]:
-        "Plug-in variance of the position means, V_int and V_img over the groups to keep."
-        n, square, mean_square = (float(sums[k][keep].sum()) for k in ("n", "square", "mean_square"))
-        if n < 2: return (float("nan"),) * 3
-        position = torch.einsum("g,gnd->nd", keep.double(), sums["sum"]) / n
-        centre = position.mean(0)
-        plug_in = float((position - centre).square().sum(1).mean())
-        V_int = (square - self.N * mean_square - n * self.N * plug_in) / ((n - 1) * self.N)
-        return plug_in, V_int, (mean_square - n * float(centre.square().sum())) / (n - 1)
 
     def _values(self, keep: torch.Tensor) -> np.ndarray:
         "V_pos, V_int, V_img, share and the cross-fitted SSDC of the groups to keep."
-        _, V_int, V_img = self._split(self.images, keep)
-        plug_in, noise, _ = self._split(self.units, keep)
+        _, V_int, V_img = _split(self.images, keep)
+        plug_in, noise, _ = _split(self.units, keep)
         V_pos = plug_in - noise / max(float(self.units["n"][keep].sum()), 1)
         total = V_pos + V_img + V_int
-        geometry = ssdc(self._cross_similarity(*self.position_means(keep))[None], self.grid)[0]
+        geometry = ssdc(_cross_similarity(*self.position_means(keep))[None], self.grid)[0]
         return np.array([V_pos, V_int, V_img, V_pos / total if total > 0 else np.nan, *geometry[[0, 3, 4]]])
 
     def position_means(
@@ -90,13 +101,6 @@ class PositionalVariance:
         keep = torch.ones_like(even) if keep is None else keep
         half = lambda g: torch.einsum("g,gnd->nd", g.double(), self.units["sum"]) / self.units["n"][g].sum()
         return half(keep & even), half(keep & ~even)
-
-    @staticmethod
-    def _cross_similarity(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        "Cosine of one half's centred position means with the other half's, made symmetric."
-        a, b = (torch.nn.functional.normalize(v - v.mean(0), dim=1, eps=1e-300) for v in (a, b))
-        s = torch.nan_to_num(a @ b.T)
-        return ((s + s.T) / 2).div_(STEP).round_().mul_(STEP)
 
     def result(
         self,
