@@ -155,7 +155,7 @@ class Fit:
         sae: SAE,
         lr: float = 2e-3,  # Adam's learning rate
         aux: float = 1 / 32,  # weight of the AuxK loss
-        dead_after: int = 50_000,  # tokens without firing after which a latent counts as dead; after twice as many it is resampled
+        dead_after: int = 20_000,  # tokens without firing after which a latent counts as dead; after twice as many it is resampled
         seed: int = 0,  # of the resampling
     ):
         self.sae, self.lr, self.aux, self.dead_after = sae.train(), lr, aux, dead_after
@@ -189,14 +189,16 @@ class Fit:
             sae.decoder.copy_(F.normalize(sae.decoder, dim=1))
             self.quiet = torch.where(codes.amax(0) > 0, 0, self.quiet + len(x))
             if sae.kind == "batchtopk": sae.threshold.lerp_(codes[codes > 0].min(), 0.02 if sae.threshold else 1.0)
-            if len(gone := (self.quiet > 2 * self.dead_after).nonzero().flatten()): self.resample(gone, error.detach())
+            gone = (self.quiet > 2 * self.dead_after).nonzero().flatten()
+            if len(gone) and decay == 1: self.resample(gone, error.detach())
         return value
 
     def resample(self, gone: torch.Tensor, error: torch.Tensor) -> None:
         "Restart latents at tokens drawn in proportion to their squared error."
         weight = error.square().sum(1).cpu()
         drawn = torch.multinomial(weight, len(gone), replacement=len(gone) > len(weight), generator=self.generator).to(gone.device)
-        self.sae.decoder[gone] = self.sae.encoder[gone] = F.normalize(error[drawn], dim=1)
+        self.sae.decoder[gone] = F.normalize(error[drawn], dim=1)
+        self.sae.encoder[gone] = self.sae.decoder[gone] * self.sae.encoder[self.quiet == 0].norm(dim=1).mean()
         self.sae.encoder_bias[gone] = 0
         for tensor in (self.sae.decoder, self.sae.encoder, self.sae.encoder_bias):
             for name in ("exp_avg", "exp_avg_sq"): self.adam.state[tensor][name][gone] = 0
@@ -207,7 +209,7 @@ class Fit:
 def train_saes(
     saes: list[SAE],  # trained in place, all on the same batches
     stream: Callable[[int], Iterator[torch.Tensor]],  # pass over the data (0, 1 ...) -> activations (..., D)
-    tokens: int = 1_000_000,  # tokens to train on; the stream is run again as often as needed
+    tokens: int = 600_000,  # tokens to train on; the stream is run again as often as needed
     batch: int = 1024,  # tokens in a step
     lr: float = 2e-3,
     capacity: int = 65536,  # tokens in the shuffle buffer
@@ -223,7 +225,7 @@ def train_saes(
     steps, batches = max(1, tokens // batch), shuffled(endless(), batch, capacity, seed)
     first = [next(batches) for _ in range(min(steps, 16))]
     for sae in saes: fit_scale(sae, torch.cat(first))
-    fits = [Fit(sae, lr, dead_after=max(tokens // 20, batch), seed=seed) for sae in saes]
+    fits = [Fit(sae, lr, dead_after=max(tokens // 30, batch), seed=seed) for sae in saes]
     bar = tqdm(range(steps), unit="step", desc="SAE", disable=not progress)
     for i, x in zip(bar, chain(first, batches)):
         values = [fit.step(x, min(1.0, 5 * (1 - i / steps))) for fit in fits]
