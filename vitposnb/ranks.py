@@ -51,10 +51,11 @@ class Midranks:
     def __call__(
         self,
         part: np.ndarray,  # (b, M), at most `rows_at_once(M)` rows
-    ) -> np.ndarray:  # (b, M) float64 as of `midranks`, overwritten by the next call; ValueError for NaN
+        out: np.ndarray | None = None,  # (b, M) contiguous float64; None: an array that the next call overwrites
+    ) -> np.ndarray:  # (b, M) float64 as of `midranks`; ValueError for NaN
         "Value and position in one number, one sort a row, all ties in one pass."
         order, edge = self._sorted(part)
-        ranks, out = self.packed[:len(part)], self.ranks[:len(part)]
+        ranks, out = self.packed[:len(part)], self.ranks[:len(part)] if out is None else out
         np.subtract(self.place, (self.m - 1) / 2, out=ranks[0])
         ranks[1:] = ranks[0]
         flat, tied = ranks.reshape(-1), np.flatnonzero(~(edge[:, :-1] & edge[:, 1:]))
@@ -94,5 +95,5 @@ def midranks(
     if values.is_cuda: return _midranks_torch(values, step)
     rank, ranks = Midranks(values.shape[1], step), values.new_empty(values.shape)
     for part, out in zip(values.split(rows_at_once(values.shape[1])), ranks.split(rows_at_once(values.shape[1])), strict=True):
-        out.copy_(torch.from_numpy(rank(part.numpy())))
+        rank(part.numpy(), out.numpy())
     return ranks

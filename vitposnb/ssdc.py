@@ -55,10 +55,9 @@ def _cosine(
         torch.from_numpy(tokens).copy_(x)
     if centre: tokens = tokens - tokens.mean(1)[:, None]
     S = tokens @ tokens.mT if x.is_cuda else np.matmul(tokens, tokens.mT, out=squares)
-    length = torch.as_tensor(S).diagonal(dim1=1, dim2=2).sqrt()
-    if not length.isfinite().all(): raise ValueError("x holds NaN or infinite values: no similarity is defined; check the model's output")
-    scale = torch.where(length > 0, 1 / length, 0.0)
-    if not x.is_cuda: scale = scale.numpy()
+    xp, length = torch if x.is_cuda else np, S.diagonal(0, 1, 2) ** 0.5
+    if not xp.isfinite(length).all(): raise ValueError("x holds NaN or infinite values: no similarity is defined; check the model's output")
+    with np.errstate(divide="ignore"): scale = xp.where(length > 0, 1 / length, 0.0)
     S *= scale[:, :, None]
     S *= scale[:, None]
     return S
