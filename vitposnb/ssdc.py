@@ -231,12 +231,15 @@ class SSDC:
         "Add a batch of one layer; ValueError for a wrong number of tokens or for NaN."
         if layer not in self.images: raise ValueError(f"layer = {layer!r} is unknown; allowed: {self.layers}")
         self.sums, self.target = self.sums.to(x.device), self.target.to(x.device)
+        values, total = [], torch.zeros_like(self.sums[0])
         for s in self.similarities(x):
             z = midranks(s) if s.is_cuda else torch.from_numpy(self.rank(s.numpy()))
-            self.sums[self.layers.index(layer)].add_(z.sum(0))
+            total += z.sum(0)
             rho = (self.target @ z.T / z.shape[1]).T
             rho[z.amax(1) == 0] = torch.nan
-            self.images[layer].append(rho.cpu().numpy())
+            values.append(rho)
+        self.sums[self.layers.index(layer)] += total
+        self.images[layer].append(torch.cat(values).cpu().numpy())
 
     def per_image(self) -> np.ndarray:  # (n, L, 5), as named in `RHOS`; NaN where undefined
         "Every image's values: pair them over seeds or conditions for a contrast."
