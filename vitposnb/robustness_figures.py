@@ -51,9 +51,9 @@ def _missing(table: pd.DataFrame, intervention: str) -> Figure | None:
     return caption(fig, table)
 
 
-def _line(ax, rows, style, **more):
+def _line(ax, rows, style, shift=0.0, **more):
     rows = rows.dropna(subset=["value"]).sort_values("alpha")
-    ax.errorbar(rows["alpha"], rows["value"], yerr=[rows["value"] - rows["low"], rows["high"] - rows["value"]], fmt=style, ms=4, lw=1.2, elinewidth=0.8, **more)
+    ax.errorbar(rows["alpha"] + shift, rows["value"], yerr=[rows["value"] - rows["low"], rows["high"] - rows["value"]], fmt=style, ms=4, lw=1.2, elinewidth=0.8, **more)
 
 
 def alpha_figure(
@@ -65,11 +65,11 @@ def alpha_figure(
     own, fig = colour(table["run"].iloc[0]), plt.figure(figsize=(10, 3.3), layout="constrained")
     axes = fig.subplots(1, 3)
     _line(axes[0], scaled[scaled["family"] == "clean"], "-o", color=own, label="positions times alpha")
-    _line(axes[0], control[control["family"] == "clean"], "o", color=own, mfc="w", label="content noise")
+    _line(axes[0], control[control["family"] == "clean"], "o", 0.02, color=own, mfc="w", label="content noise")
     for text, style in (("delta-SSDC", "--"), ("mean SSDC", ":")): axes[0].plot([], [], style, color="0.4", label=text)
     axes[0].set(ylabel="clean top-1"); axes[0].legend(fontsize=7)
     for ax, kind in zip(axes[1:], ("jpeg", "blur"), strict=True):
-        for rows, style, more in ((scaled, "-o", {}), (control, "o", dict(mfc="w"))):
+        for rows, style, more in ((scaled, "-o", {}), (control, "o", dict(mfc="w", shift=0.02))):
             _line(ax, rows[(rows["metric"] == "fragility_area") & (rows["primary"] == kind)], style, color=own, **more)
         other = ax.twinx()
         for metric, style in (("delta_rho", "--"), ("mean_rho", ":")):
