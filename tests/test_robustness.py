@@ -184,6 +184,7 @@ def test_wrong_parameters_are_refused_in_one_line(given, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_wrong_parameters_stop_the_notebook_at_its_first_cell(run_notebook):
     with pytest.raises(PapermillExecutionError) as error:
         run_notebook("robustness", families="jpg")
