@@ -6,8 +6,8 @@
 __all__ = ['ENCODINGS', 'PERMUTE', 'CONDITIONS', 'PRESETS', 'ALLOWED', 'DATASETS', 'ANALYSIS_SCIENCE', 'SCIENTIFIC',
            'OneLineError', 'ConfigError', 'nearest', 'parse_condition', 'Encoding', 'Images', 'Architecture',
            'Optimisation', 'Execution', 'TrainConfig', 'coerce', 'project_root', 'input_path', 'cache_dir', 'check',
-           'Analysis', 'Geometry', 'check_analysis', 'configure', 'condition', 'overrides', 'run_name', 'run_path',
-           'config_hash', 'derive_seed', 'literal_assignments', 'notebook_parameters', 'from_notebook']
+           'Analysis', 'Geometry', 'Robustness', 'check_analysis', 'configure', 'condition', 'overrides', 'run_name',
+           'run_path', 'config_hash', 'derive_seed', 'literal_assignments', 'notebook_parameters', 'from_notebook']
 
 # %% ../nbs/00_config.ipynb #cell003
 import ast
@@ -311,6 +311,23 @@ ANALYSIS_SCIENCE = ("images", "seed", "permutations", "permutation_images", "rel
 ALLOWED |= dict(images=(2, 10**7), permutations=(0, 10000), permutation_images=(2, 10**6), relabelings=(19, 10**6), resamples=(100, 10**6))
 
 # %% ../nbs/00_config.ipynb #cell036
+@dataclass(frozen=True)
+class Robustness(Analysis):
+    "Corruptions, fragility, scaled positions, and accuracy along training."
+    usual_run: ClassVar[str] = "runs/default/ape-s0"
+
+    images: int = 2000  # test images for the model as it is, under JPEG, blur and paper A's settings
+    sweep_images: int = 400  # test images (the first of them) for everything else
+    families: str = "all"  # corruptions of the model as it is: all | primary (JPEG and blur only)
+    sweep: bool = True  # scale the positions by every alpha, with the content-noise control
+    along_training: bool = True  # evaluate the checkpoints in the cache, for matched clean accuracy
+    resamples: int = 2000  # of the images, for the intervals
+
+
+ANALYSIS_SCIENCE += ("sweep_images", "families", "sweep", "along_training")
+ALLOWED |= dict(sweep_images=(2, 10**7), families=("all", "primary"))
+
+# %% ../nbs/00_config.ipynb #cell037
 def check_analysis(
     cfg: Analysis,
 ) -> Analysis:  # the same; raises ConfigError
@@ -331,7 +348,7 @@ def check_analysis(
                           f"allowed: an existing path, or {', '.join(DATASETS)}")
     return cfg
 
-# %% ../nbs/00_config.ipynb #cell038
+# %% ../nbs/00_config.ipynb #cell039
 def configure(
     cls=TrainConfig,  # TrainConfig, which knows presets and conditions, or an Analysis
     **given,  # field = value, as typed
@@ -348,7 +365,7 @@ def configure(
     typed = {k: coerce(k, kinds[k], v) for k, v in given.items() if v is not None and k not in ("preset", "pe", "permute")}
     return check(cls(**{**PRESETS[preset], **typed, "preset": preset, "pe": pe, "permute": permute}))
 
-# %% ../nbs/00_config.ipynb #cell041
+# %% ../nbs/00_config.ipynb #cell042
 SCIENTIFIC = tuple(f.name for f in fields(TrainConfig) if f.name not in {e.name for e in fields(Execution)})
 
 
@@ -383,7 +400,7 @@ def run_path(
     runs = Path(cfg.runs_dir).expanduser()
     return (runs if runs.is_absolute() else project_root() / runs) / cfg.preset / run_name(cfg)
 
-# %% ../nbs/00_config.ipynb #cell044
+# %% ../nbs/00_config.ipynb #cell045
 def config_hash(
     cfg: TrainConfig,
     fingerprint: str,  # of the images, from `vitposnb.data`
@@ -393,7 +410,7 @@ def config_hash(
     text = json.dumps({**science, "fingerprint": fingerprint}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
-# %% ../nbs/00_config.ipynb #cell047
+# %% ../nbs/00_config.ipynb #cell048
 def derive_seed(
     seed: int,  # the run's seed
     stream: str,  # e.g. 'order', 'augment', 'permute'
@@ -403,7 +420,7 @@ def derive_seed(
     digest = hashlib.sha256("/".join(map(str, (seed, stream, *counters))).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
-# %% ../nbs/00_config.ipynb #cell050
+# %% ../nbs/00_config.ipynb #cell051
 def literal_assignments(
     source: str,  # a cell
 ) -> dict:  # name -> value; empty if the cell holds anything but assignments of literals
