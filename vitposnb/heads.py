@@ -159,10 +159,10 @@ def sweep(
     x: torch.Tensor,  # (B, C, H, W) images
     changes: dict[object, Change],  # name -> the first block that is touched, a function that opens the change
 ) -> Iterator[tuple[object, torch.Tensor]]:  # name, logits (B, classes); first of all "intact"; raises TypeError where it cannot resume
-    "Apply changes one after the other, running again only the blocks they can reach."
+    "Apply changes one after the other, those of late blocks first, running again only the blocks they can reach."
     past = recorded(model, x)
     yield "intact", past.logits
-    for name, (block, change) in changes.items():
+    for name, (block, change) in sorted(changes.items(), key=lambda c: -c[1][0]):
         with change(): logits = resumed(model, past, block)
         yield name, logits
 
