@@ -55,7 +55,7 @@ def window_cells(
 ) -> dict[str, Change]:  # cell -> change, for `vitposnb.heads.sweep`; "intact" is the sweep's own
     "The 2 x 2 of early and late rotations, and late rotations in the wrong place; raises ValueError for a window outside the model."
     early, late = check_window(model, window)
-    blocks = dict(zip(CELLS, (((*early, *late), ()), (early, ()), (late, ()), (early, late))))
+    blocks = dict(zip(CELLS, (((*early, *late), ()), (early, ()), (late, ()), (early, late)), strict=True))
     first = {"late off": late[0]}
     return {cell: (first.get(cell, early[0]), partial(_masks, model, axis, masked, moved, seed)) for cell, (masked, moved) in blocks.items()}
 
