@@ -18,7 +18,7 @@ from .config import derive_seed
 from .selectivity import TARGETS, image_scores, labelings, score_rows
 
 # %% ../nbs/08_probe.ipynb #cell008
-DECAYS = (1e-3, 1e-2, 1e-1, 1.0)
+DECAYS = (1e-6, 1e-4, 1e-2, 1.0)
 
 
 @dataclass
@@ -36,13 +36,20 @@ class Weights:
         "One product for all layers and labelings."
         return torch.baddbmm(self.b, self.w, x.transpose(1, 2)).unflatten(1, (len(self.names), -1))
 
+    def decode(
+        self,
+        x: torch.Tensor,  # (A, T, D) standardised tokens
+    ) -> torch.Tensor:  # (A, H, T) int64
+        "The most likely label of every token."
+        return torch.cat([self.logits(c).argmax(2) for c in x.split(16384, 1)], 2)
+
     def hits(
         self,
         x: torch.Tensor,  # (A, T, D) standardised tokens
         slots: torch.Tensor,  # (T,)
     ) -> torch.Tensor:  # (A, H, T) bool
         "Where the most likely label is that of the token's slot."
-        return torch.cat([self.logits(c).argmax(2) for c in x.split(16384, 1)], 2) == self.labels[:, slots]
+        return self.decode(x) == self.labels[:, slots]
 
     def where(
         self,
@@ -159,22 +166,31 @@ class Probes:
     ridge: list[Weights]  # the same, closed form
     chosen: pd.DataFrame  # layer, labeling, decay, epoch
 
-    def hits(
+    def decoded(
         self,
         acts: Activations,  # of the same images, or others
         images: torch.Tensor | None = None,  # indices into them; None: the test images
         kind: str = "softmax",  # softmax | ridge
-    ) -> dict[str, torch.Tensor]:  # labeling -> (layers, images, M) bool; raises ValueError for a layer without a probe
-        "Where the probes read the token's own slot."
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # labeling -> labels read (layers, images, M), true labels (images, M)
+        "What the probes read, and what the tokens' own slots are; raises ValueError for a layer without a probe."
         unknown = [l for l in acts.layers if l not in self.layers]
         if unknown: raise ValueError(f"layer {unknown[0]!r} has no probe; allowed: {', '.join(map(str, self.layers))}")
         at = [self.layers.index(l) for l in acts.layers]
         acts = acts.part(self.split["test"] if images is None else images)
-        x, found = ((acts.x.flatten(1, 2) - self.mean[at]) / self.sd[at]), {}
+        x, found = (acts.x.flatten(1, 2) - self.mean[at]) / self.sd[at], {}
         for g in getattr(self, kind):
-            hits = Weights(g.names, g.labels, g.w[at], g.b[at]).hits(x, acts.slots.flatten()).unflatten(2, acts.slots.shape)
-            found |= {name: hits[:, k] for k, name in enumerate(g.names)}
+            read = Weights(g.names, g.labels, g.w[at], g.b[at]).decode(x).unflatten(2, acts.slots.shape)
+            found |= {name: (read[:, k], g.labels[k][acts.slots]) for k, name in enumerate(g.names)}
         return found
+
+    def hits(
+        self,
+        acts: Activations,
+        images: torch.Tensor | None = None,  # None: the test images
+        kind: str = "softmax",  # softmax | ridge
+    ) -> dict[str, torch.Tensor]:  # labeling -> (layers, images, M) bool
+        "Where the probes read the token's own slot."
+        return {name: read == own for name, (read, own) in self.decoded(acts, images, kind).items()}
 
     def predict(
         self,
