@@ -6,8 +6,9 @@
 __all__ = ['ENCODINGS', 'PERMUTE', 'CONDITIONS', 'PRESETS', 'ALLOWED', 'DATASETS', 'ANALYSIS_SCIENCE', 'SCIENTIFIC',
            'OneLineError', 'ConfigError', 'nearest', 'parse_condition', 'Encoding', 'Images', 'Architecture',
            'Optimisation', 'Execution', 'TrainConfig', 'coerce', 'project_root', 'input_path', 'cache_dir', 'check',
-           'Analysis', 'Geometry', 'Robustness', 'check_analysis', 'configure', 'condition', 'overrides', 'run_name',
-           'run_path', 'config_hash', 'derive_seed', 'literal_assignments', 'notebook_parameters', 'from_notebook']
+           'Analysis', 'Geometry', 'Position', 'Robustness', 'check_analysis', 'configure', 'condition', 'overrides',
+           'run_name', 'run_path', 'config_hash', 'derive_seed', 'literal_assignments', 'notebook_parameters',
+           'from_notebook']
 
 # %% ../nbs/00_config.ipynb #cell003
 import ast
@@ -309,6 +310,22 @@ class Geometry(Analysis):
 
 ANALYSIS_SCIENCE = ("images", "seed", "permutations", "permutation_images", "relabelings", "resamples")
 ALLOWED |= dict(images=(2, 10**7), permutations=(0, 10000), permutation_images=(2, 10**6), relabelings=(19, 10**6), resamples=(100, 10**6))
+
+# %% ../nbs/00_config.ipynb #position
+@dataclass(frozen=True)
+class Position(Analysis):
+    "Probes, rotary masks, rebuilding and heads."
+    window_first: int = 0  # first block whose rotations are taken away
+    window_end: int = 0  # first block after the window; 0: the first half of the blocks
+    shams: int = 20  # most balanced shams; all of them where there are fewer
+    controls: int = 5  # Latin squares for each target
+    tokens: int = 64  # of each image for the probes, drawn at random; all where there are fewer
+    accuracy_images: int = 3000  # test images for the cost of heads in accuracy; all where there are fewer
+    resamples: int = 2000  # of the images, for the intervals
+
+
+ANALYSIS_SCIENCE += ("window_first", "window_end", "shams", "controls", "tokens", "accuracy_images")
+ALLOWED |= dict(window_first=(0, 200), window_end=(0, 200), shams=(2, 1000), controls=(1, 100), tokens=(4, 10**5), accuracy_images=(4, 10**7))
 
 # %% ../nbs/00_config.ipynb #cell036
 @dataclass(frozen=True)
