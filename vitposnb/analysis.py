@@ -9,7 +9,7 @@ __all__ = ['FIRST', 'Subject', 'open_subject', 'tidy', 'analysis_folder', 'saved
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +17,10 @@ import pandas as pd
 import torch
 from torch import nn
 
-from .config import ANALYSIS_SCIENCE, DATASETS, Analysis, ConfigError, TrainConfig, condition, input_path, project_root
+from .config import ANALYSIS_SCIENCE, DATASETS, Analysis, ConfigError, TrainConfig, analysis_name, condition, input_path, project_root
 from .data import ImageSet, eval_batches, load_images
 from .model import ViT, describe, timm_model
-from .runs import load_config, load_model, verify, writing
+from .runs import load_config, load_model, present, verify, writing
 from .training import pick_device
 
 # %% ../nbs/15_analysis.ipynb #cell006
@@ -122,11 +122,9 @@ def analysis_folder(
     cfg: Analysis,
 ) -> tuple[Path, str]:  # folder, identity
     "Where an analysis with these settings is saved, and the hash of all it depends on."
-    usual = {f.name: f.default for f in fields(cfg)}
     science = {k: v for k, v in asdict(cfg).items() if k in ANALYSIS_SCIENCE}
-    name = "+".join([kind, *(f"{k}={v}" for k, v in science.items() if v != usual[k])])
     text = json.dumps([kind, science, subject.identity], sort_keys=True)
-    return subject.folder / name, _hash(text)
+    return subject.folder / analysis_name(kind, cfg), _hash(text)
 
 
 def saved_table(
@@ -139,7 +137,7 @@ def saved_table(
     "The table of an analysis: from its folder, or measured and saved now with its figures."
     from vitposnb.figures import save_figure
     path, identity = analysis_folder(subject, kind, cfg)
-    if path.exists():
+    if present(path):
         verify(path, identity)
         print(f"{subject.run}/{path.name} is complete already: read, not measured again")
         return read_table(path)

@@ -7,7 +7,7 @@ __all__ = ['ENCODINGS', 'PERMUTE', 'CONDITIONS', 'PRESETS', 'ALLOWED', 'DATASETS
            'OneLineError', 'ConfigError', 'nearest', 'parse_condition', 'Encoding', 'Images', 'Architecture',
            'Optimisation', 'Execution', 'TrainConfig', 'coerce', 'project_root', 'input_path', 'cache_dir', 'check',
            'Analysis', 'Geometry', 'check_analysis', 'configure', 'condition', 'overrides', 'run_name', 'run_path',
-           'config_hash', 'derive_seed', 'literal_assignments', 'notebook_parameters', 'from_notebook']
+           'analysis_name', 'config_hash', 'derive_seed', 'literal_assignments', 'notebook_parameters', 'from_notebook']
 
 # %% ../nbs/00_config.ipynb #cell003
 import ast
@@ -382,6 +382,15 @@ def run_path(
     "Where the run lives once it is complete."
     runs = Path(cfg.runs_dir).expanduser()
     return (runs if runs.is_absolute() else project_root() / runs) / cfg.preset / run_name(cfg)
+
+
+def analysis_name(
+    kind: str,  # geometry, robustness, ...
+    cfg: Analysis,
+) -> str:  # e.g. geometry+images=60
+    "The folder's name: the kind, and every scientific setting that is not the usual one."
+    usual = {f.name: f.default for f in fields(cfg)}
+    return "+".join([kind, *(f"{k}={v}" for k, v in asdict(cfg).items() if k in ANALYSIS_SCIENCE and v != usual[k])])
 
 # %% ../nbs/00_config.ipynb #cell044
 def config_hash(

@@ -26,7 +26,7 @@ from .config import ConfigError, OneLineError, TrainConfig, cache_dir, condition
 from .data import ImageSet, eval_batches, load_images, steps_per_epoch, train_batches
 from .model import build_model
 from .permutation import permutation, training_orders
-from .runs import RunError, only_writer, partial_path, replacing, save_config, sha256, verify, write_json, write_tensors, writing
+from .runs import RunError, only_writer, partial_path, present, replacing, save_config, sha256, verify, write_json, write_tensors, writing
 
 # %% ../nbs/05_training.ipynb #cell006
 def pick_device(
@@ -249,7 +249,7 @@ def train(
     pick_device(cfg.device)
     images = images or load_images(cfg)
     path, identity = run_path(cfg), config_hash(cfg, images.fingerprint)
-    if path.exists():
+    if present(path):
         manifest = verify(path, identity)
         if all((path / w).exists() for w in manifest["weights"]):
             print(f"{path.name} is complete already: nothing to do (another run: -p seed {cfg.seed + 1}, or -p runs_dir somewhere-else)")
