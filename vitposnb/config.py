@@ -287,8 +287,8 @@ class Analysis:
 
     run: str = ""  # a run folder, e.g. runs/default/rope-s0
     model: str = ""  # instead of a run: the name of a timm ViT, with `data`
-    weights: str = "pretrained"  # of `model`: pretrained (downloads) | random | path of a .safetensors file
-    data: str = ""  # images: a known data set, or a folder with train/ and test/ (or val/); empty: the images of the run
+    weights: str = "pretrained"  # of `model`: pretrained (downloads) | random | path of a .safetensors or .pth file, or of a folder in Hugging Face's layout
+    data: str = ""  # images: a known data set, or a folder (with `model`: with test/ or val/, or of images without labels); empty: the images of the run
     class_list: str = ""  # file with one class folder per line, if the run was trained with one
     images: int = 1000  # test images to analyse
     seed: int = 0  # seeds the permutations and the resampling
@@ -322,8 +322,10 @@ def check_analysis(
         runs = [f"{p.parent.parent.name}/{p.parent.name}" for p in sorted((project_root() / cfg.runs_dir).glob("*/*/config.json"))]
         raise ConfigError(f"run = {cfg.run!r} is not a finished run folder{nearest(cfg.run.removeprefix('runs/'), runs)}; "
                           f"allowed: a folder with manifest.json and config.json, such as train.ipynb makes ({len(runs)} in {cfg.runs_dir})")
-    if cfg.weights not in ("pretrained", "random") and not (input_path(cfg.weights).is_file() and cfg.weights.endswith(".safetensors")):
-        raise ConfigError(f"weights = {cfg.weights!r} is not allowed; allowed: pretrained, random, or an existing .safetensors file")
+    own = input_path(cfg.weights)
+    if cfg.weights not in ("pretrained", "random") and not (own.is_dir() or own.is_file() and own.suffix in (".safetensors", ".pth", ".pt", ".bin")):
+        raise ConfigError(f"weights = {cfg.weights!r} is not allowed; allowed: pretrained, random, an existing .safetensors or .pth file, "
+                          "or a folder with config.json and model.safetensors")
     if cfg.model and not cfg.data:
         raise ConfigError(f"data is needed with model = {cfg.model!r}; allowed: the path of a folder of images, or {', '.join(DATASETS)}")
     if cfg.data and cfg.data not in DATASETS and not input_path(cfg.data).exists():
