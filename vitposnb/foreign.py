@@ -27,7 +27,7 @@ def model_view(
     data: dict,  # timm's data config: input_size, interpolation, crop_pct, crop_mode ...
 ) -> Callable[[np.ndarray], np.ndarray]:  # pixels (H, W) or (H, W, 3) -> (side, side, C) uint8
     "What a model's own preprocessing makes of an image, before the normalisation."
-    known = ("input_size", "interpolation", "crop_pct", "crop_mode")
+    known = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean")
     transform = create_transform(**{k: data[k] for k in known if k in data}, is_training=False, normalize=False)
     mode = "L" if data["input_size"][0] == 1 else "RGB"
     return lambda pixels: transform(Image.fromarray(pixels).convert(mode)).permute(1, 2, 0).numpy()
@@ -93,7 +93,7 @@ def foreign_images(
     "The test images as a model sees them, decoded at most once."
     chans, height, width = data["input_size"]
     if height != width: raise ConfigError(f"the model has a non-square input of {height} x {width} pixels; allowed: square inputs")
-    seen = {k: data.get(k) for k in ("interpolation", "crop_pct", "crop_mode")}
+    seen = {k: data.get(k) for k in ("interpolation", "crop_pct", "crop_mode", "mean")}
     meta, a = cached(source, height, chans, 1.0, progress, model_view(data), json.dumps(seen, sort_keys=True))
     if meta["broken"]: warnings.warn(f"left out of {source.name}: {len(meta['broken'])} unreadable ({', '.join(meta['broken'][:3])})", stacklevel=2)
     x, y = a["test_x"], a["test_y"]
