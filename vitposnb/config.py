@@ -142,6 +142,7 @@ class Optimisation:
     precision: str = "float32"  # float32 | bf16 (autocast)
     compile: bool = False  # torch.compile the model
     threads: int = 1  # CPU threads; part of the identity, because another count gives other bytes
+    devices: int = 1  # GPUs that share each batch (Accelerate); part of the identity like threads
 
 # %% ../nbs/00_config.ipynb #cell022
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ ALLOWED = dict(
     patch_size=(1, 64), embed_dim=(4, 8192), depth=(1, 200), num_heads=(1, 128), mlp_ratio=(0.25, 16), global_pool=("token", "avg"),
     dropout=(0, 0.9), drop_path=(0, 0.9),
     epochs=(1, 100000), batch_size=(1, 65536), lr=(1e-8, 10), weight_decay=(0, 10), warmup_epochs=(0, 1000), grad_clip=(0, 1000),
-    label_smoothing=(0, 0.9), ema=(0, 0.99999), precision=("float32", "bf16"), threads=(1, 1024),
+    label_smoothing=(0, 0.9), ema=(0, 0.99999), precision=("float32", "bf16"), threads=(1, 1024), devices=(1, 1024),
     checkpoints=(0, 1000), save_minutes=(0.01, 10000),
 )
 
@@ -272,6 +273,9 @@ def check(
          f"cache_size = {cfg.cache_size} needs crop = resized and at least img_size = {cfg.img_size}; allowed otherwise: 0")
     need(cfg.warmup_epochs < cfg.epochs or cfg.warmup_epochs == 0,
          f"warmup_epochs = {cfg.warmup_epochs:g} is not below epochs = {cfg.epochs}; allowed: 0 to under {cfg.epochs}")
+    need(cfg.batch_size % cfg.devices == 0,
+         f"devices = {cfg.devices} does not divide batch_size = {cfg.batch_size}; allowed: a divisor of it, so that all have equal shares")
+    need(cfg.devices == 1 or ":" not in cfg.device, f"devices = {cfg.devices} with device = {cfg.device!r}; allowed: auto, cuda or cpu with several devices")
     if cfg.data not in DATASETS:
         need(input_path(cfg.data).exists(), f"data = {cfg.data!r} is neither a file or folder nor a known data set"
              f"{nearest(cfg.data, DATASETS)}; allowed: an existing path, or {', '.join(DATASETS)}")
@@ -400,7 +404,7 @@ def config_hash(
     fingerprint: str,  # of the images, from `vitposnb.data`
 ) -> str:  # 64 hexadecimal digits
     "SHA-256 over the scientific fields and the data's fingerprint."
-    science = {k: v for k, v in asdict(cfg).items() if k in SCIENTIFIC}
+    science = {k: v for k, v in asdict(cfg).items() if k in SCIENTIFIC and (k, v) != ("devices", 1)}
     text = json.dumps({**science, "fingerprint": fingerprint}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

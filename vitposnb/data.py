@@ -309,6 +309,7 @@ def train_batches(
     epoch: int,  # from 0
     device: torch.device | str,
     start: int = 0,  # first step, for a resumed run
+    share: Callable | None = None,  # batch size -> the slice of every batch that is wanted; None: all of it
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:  # x (B, C, img_size, img_size) float32, y (B,) int64, on the device
     "The batches of one epoch from step `start` on: a function of seed, epoch and step only."
     n, size = steps_per_epoch(images, cfg), cfg.batch_size
@@ -316,7 +317,8 @@ def train_batches(
     draws = epoch_draws(n * size, cfg, epoch)
     kept = images.kept.get(str(device)) or images.kept.setdefault(str(device), DeviceImages(images.x_train, images.y_train, device))
     mean, std = (torch.tensor(v, dtype=torch.float32, device=device) for v in (images.mean, images.std))
-    for rows in (slice(step * size, (step + 1) * size) for step in range(start, n)):
+    part = share(size) if share else slice(0, size)
+    for rows in (slice(step * size + part.start, step * size + part.stop) for step in range(start, n)):
         x, y = kept[order[rows]]
         yield augment(x, draws[rows].to(device, non_blocking=True), cfg, mean, std), y
 

@@ -65,6 +65,9 @@ def sha256(path: Path) -> str:  # 64 hexadecimal digits
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
 
 # %% ../nbs/12_runs.ipynb #cell008
+def _gpu() -> str | None: return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
 def provenance() -> dict:  # versions, processor, git commit
     "What a manifest says of the machine and the code."
     def git(*args):
@@ -76,9 +79,8 @@ def provenance() -> dict:  # versions, processor, git commit
         except PackageNotFoundError: return None
 
     packages = ("torch", "torchvision", "timm", "numpy", "vitposnb")
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return dict(versions={"python": platform.python_version(), **{p: installed(p) for p in packages}},
-                cpu=torch.backends.cpu.get_cpu_capability(), gpu=gpu,
+                cpu=torch.backends.cpu.get_cpu_capability(),
                 git_commit=git("rev-parse", "HEAD") or None, git_dirty=bool(git("status", "--porcelain", "--", "vitposnb")))
 
 # %% ../nbs/12_runs.ipynb #cell011
@@ -131,7 +133,7 @@ def writing(
         for leftover in partial.glob(".*.tmp"): leftover.unlink()
         names = sorted(p.relative_to(partial).as_posix() for p in partial.rglob("*") if p.is_file())
         names = [n for n in names if not n.startswith("state") and n != "manifest.json"]
-        write_json(partial / "manifest.json", dict(identity=identity, **(meta or {}), **origin, wall_seconds=round(time.time() - start, 2),
+        write_json(partial / "manifest.json", dict(identity=identity, **(meta or {}), **origin, gpu=_gpu(), wall_seconds=round(time.time() - start, 2),
                    files={n: sha256(partial / n) for n in names}, weights=[n for n in names if n.endswith(".safetensors")]))
         os.replace(partial, path)
         for state in path.glob("state*"): state.unlink()
