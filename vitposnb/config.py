@@ -7,8 +7,8 @@ __all__ = ['ENCODINGS', 'PERMUTE', 'CONDITIONS', 'PRESETS', 'ALLOWED', 'DATASETS
            'OneLineError', 'ConfigError', 'nearest', 'parse_condition', 'Encoding', 'Images', 'Architecture',
            'Optimisation', 'Execution', 'TrainConfig', 'coerce', 'project_root', 'input_path', 'cache_dir', 'check',
            'Analysis', 'Geometry', 'Position', 'Robustness', 'check_analysis', 'configure', 'condition', 'overrides',
-           'run_name', 'run_path', 'config_hash', 'derive_seed', 'literal_assignments', 'notebook_parameters',
-           'from_notebook']
+           'run_name', 'run_path', 'analysis_name', 'config_hash', 'derive_seed', 'literal_assignments',
+           'notebook_parameters', 'from_notebook']
 
 # %% ../nbs/00_config.ipynb #cell003
 import ast
@@ -143,6 +143,7 @@ class Optimisation:
     precision: str = "float32"  # float32 | bf16 (autocast)
     compile: bool = False  # torch.compile the model
     threads: int = 1  # CPU threads; part of the identity, because another count gives other bytes
+    devices: int = 1  # GPUs that share each batch (Accelerate); part of the identity like threads
 
 # %% ../nbs/00_config.ipynb #cell022
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ ALLOWED = dict(
     patch_size=(1, 64), embed_dim=(4, 8192), depth=(1, 200), num_heads=(1, 128), mlp_ratio=(0.25, 16), global_pool=("token", "avg"),
     dropout=(0, 0.9), drop_path=(0, 0.9),
     epochs=(1, 100000), batch_size=(1, 65536), lr=(1e-8, 10), weight_decay=(0, 10), warmup_epochs=(0, 1000), grad_clip=(0, 1000),
-    label_smoothing=(0, 0.9), ema=(0, 0.99999), precision=("float32", "bf16"), threads=(1, 1024),
+    label_smoothing=(0, 0.9), ema=(0, 0.99999), precision=("float32", "bf16"), threads=(1, 1024), devices=(1, 1024),
     checkpoints=(0, 1000), save_minutes=(0.01, 10000),
 )
 
@@ -273,6 +274,9 @@ def check(
          f"cache_size = {cfg.cache_size} needs crop = resized and at least img_size = {cfg.img_size}; allowed otherwise: 0")
     need(cfg.warmup_epochs < cfg.epochs or cfg.warmup_epochs == 0,
          f"warmup_epochs = {cfg.warmup_epochs:g} is not below epochs = {cfg.epochs}; allowed: 0 to under {cfg.epochs}")
+    need(cfg.batch_size % cfg.devices == 0,
+         f"devices = {cfg.devices} does not divide batch_size = {cfg.batch_size}; allowed: a divisor of it, so that all have equal shares")
+    need(cfg.devices == 1 or ":" not in cfg.device, f"devices = {cfg.devices} with device = {cfg.device!r}; allowed: auto, cuda or cpu with several devices")
     if cfg.data not in DATASETS:
         need(input_path(cfg.data).exists(), f"data = {cfg.data!r} is neither a file or folder nor a known data set"
              f"{nearest(cfg.data, DATASETS)}; allowed: an existing path, or {', '.join(DATASETS)}")
@@ -288,8 +292,8 @@ class Analysis:
 
     run: str = ""  # a run folder, e.g. runs/default/rope-s0
     model: str = ""  # instead of a run: the name of a timm ViT, with `data`
-    weights: str = "pretrained"  # of `model`: pretrained (downloads) | random | path of a .safetensors file
-    data: str = ""  # images: a known data set, or a folder with train/ and test/ (or val/); empty: the images of the run
+    weights: str = "pretrained"  # of `model`: pretrained (downloads) | random | path of a .safetensors or .pth file, or of a folder in Hugging Face's layout
+    data: str = ""  # images: a known data set, or a folder (with `model`: with test/ or val/, or of images without labels); empty: the images of the run
     class_list: str = ""  # file with one class folder per line, if the run was trained with one
     images: int = 1000  # test images to analyse
     seed: int = 0  # seeds the permutations and the resampling
@@ -311,7 +315,7 @@ class Geometry(Analysis):
 ANALYSIS_SCIENCE = ("images", "seed", "permutations", "permutation_images", "relabelings", "resamples")
 ALLOWED |= dict(images=(2, 10**7), permutations=(0, 10000), permutation_images=(2, 10**6), relabelings=(19, 10**6), resamples=(100, 10**6))
 
-# %% ../nbs/00_config.ipynb #position
+# %% ../nbs/00_config.ipynb #cell036
 @dataclass(frozen=True)
 class Position(Analysis):
     "Probes, rotary masks, rebuilding and heads."
@@ -327,7 +331,7 @@ class Position(Analysis):
 ANALYSIS_SCIENCE += ("window_first", "window_end", "shams", "controls", "tokens", "accuracy_images")
 ALLOWED |= dict(window_first=(0, 200), window_end=(0, 200), shams=(2, 1000), controls=(1, 100), tokens=(4, 10**5), accuracy_images=(4, 10**7))
 
-# %% ../nbs/00_config.ipynb #cell036
+# %% ../nbs/00_config.ipynb #cell037
 @dataclass(frozen=True)
 class Robustness(Analysis):
     "Corruptions, fragility, scaled positions, and accuracy along training."
@@ -344,7 +348,7 @@ class Robustness(Analysis):
 ANALYSIS_SCIENCE += ("sweep_images", "families", "sweep", "along_training")
 ALLOWED |= dict(sweep_images=(2, 10**7), families=("all", "primary"))
 
-# %% ../nbs/00_config.ipynb #cell037
+# %% ../nbs/00_config.ipynb #cell038
 def check_analysis(
     cfg: Analysis,
 ) -> Analysis:  # the same; raises ConfigError
@@ -356,8 +360,10 @@ def check_analysis(
         runs = [f"{p.parent.parent.name}/{p.parent.name}" for p in sorted((project_root() / cfg.runs_dir).glob("*/*/config.json"))]
         raise ConfigError(f"run = {cfg.run!r} is not a finished run folder{nearest(cfg.run.removeprefix('runs/'), runs)}; "
                           f"allowed: a folder with manifest.json and config.json, such as train.ipynb makes ({len(runs)} in {cfg.runs_dir})")
-    if cfg.weights not in ("pretrained", "random") and not (input_path(cfg.weights).is_file() and cfg.weights.endswith(".safetensors")):
-        raise ConfigError(f"weights = {cfg.weights!r} is not allowed; allowed: pretrained, random, or an existing .safetensors file")
+    own = input_path(cfg.weights)
+    if cfg.weights not in ("pretrained", "random") and not (own.is_dir() or own.is_file() and own.suffix in (".safetensors", ".pth", ".pt", ".bin")):
+        raise ConfigError(f"weights = {cfg.weights!r} is not allowed; allowed: pretrained, random, an existing .safetensors or .pth file, "
+                          "or a folder with config.json and model.safetensors")
     if cfg.model and not cfg.data:
         raise ConfigError(f"data is needed with model = {cfg.model!r}; allowed: the path of a folder of images, or {', '.join(DATASETS)}")
     if cfg.data and cfg.data not in DATASETS and not input_path(cfg.data).exists():
@@ -365,7 +371,7 @@ def check_analysis(
                           f"allowed: an existing path, or {', '.join(DATASETS)}")
     return cfg
 
-# %% ../nbs/00_config.ipynb #cell039
+# %% ../nbs/00_config.ipynb #cell040
 def configure(
     cls=TrainConfig,  # TrainConfig, which knows presets and conditions, or an Analysis
     **given,  # field = value, as typed
@@ -382,7 +388,7 @@ def configure(
     typed = {k: coerce(k, kinds[k], v) for k, v in given.items() if v is not None and k not in ("preset", "pe", "permute")}
     return check(cls(**{**PRESETS[preset], **typed, "preset": preset, "pe": pe, "permute": permute}))
 
-# %% ../nbs/00_config.ipynb #cell042
+# %% ../nbs/00_config.ipynb #cell043
 SCIENTIFIC = tuple(f.name for f in fields(TrainConfig) if f.name not in {e.name for e in fields(Execution)})
 
 
@@ -417,17 +423,26 @@ def run_path(
     runs = Path(cfg.runs_dir).expanduser()
     return (runs if runs.is_absolute() else project_root() / runs) / cfg.preset / run_name(cfg)
 
-# %% ../nbs/00_config.ipynb #cell045
+
+def analysis_name(
+    kind: str,  # geometry, robustness, ...
+    cfg: Analysis,
+) -> str:  # e.g. geometry+images=60
+    "The folder's name: the kind, and every scientific setting that is not the usual one."
+    usual = {f.name: f.default for f in fields(cfg)}
+    return "+".join([kind, *(f"{k}={v}" for k, v in asdict(cfg).items() if k in ANALYSIS_SCIENCE and v != usual[k])])
+
+# %% ../nbs/00_config.ipynb #cell046
 def config_hash(
     cfg: TrainConfig,
     fingerprint: str,  # of the images, from `vitposnb.data`
 ) -> str:  # 64 hexadecimal digits
     "SHA-256 over the scientific fields and the data's fingerprint."
-    science = {k: v for k, v in asdict(cfg).items() if k in SCIENTIFIC}
+    science = {k: v for k, v in asdict(cfg).items() if k in SCIENTIFIC and (k, v) != ("devices", 1)}
     text = json.dumps({**science, "fingerprint": fingerprint}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
-# %% ../nbs/00_config.ipynb #cell048
+# %% ../nbs/00_config.ipynb #cell049
 def derive_seed(
     seed: int,  # the run's seed
     stream: str,  # e.g. 'order', 'augment', 'permute'
@@ -437,7 +452,7 @@ def derive_seed(
     digest = hashlib.sha256("/".join(map(str, (seed, stream, *counters))).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
-# %% ../nbs/00_config.ipynb #cell051
+# %% ../nbs/00_config.ipynb #cell052
 def literal_assignments(
     source: str,  # a cell
 ) -> dict:  # name -> value; empty if the cell holds anything but assignments of literals

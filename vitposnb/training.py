@@ -24,9 +24,10 @@ from tqdm import tqdm
 
 from .config import ConfigError, OneLineError, TrainConfig, cache_dir, condition, config_hash, derive_seed, run_path
 from .data import ImageSet, eval_batches, load_images, steps_per_epoch, train_batches
+from .devices import Share, on_devices
 from .model import build_model
 from .permutation import permutation, training_orders
-from .runs import RunError, only_writer, partial_path, replacing, save_config, sha256, verify, write_json, write_tensors, writing
+from .runs import RunError, only_writer, partial_path, present, replacing, save_config, sha256, verify, write_json, write_tensors, writing
 
 # %% ../nbs/05_training.ipynb #cell006
 def pick_device(
@@ -139,19 +140,21 @@ def train_epoch(
     ema: ModelEmaV3 | None = None,
     bar=None,  # tqdm
     save=None,  # called now and then for a resumable state
+    share: Share | None = None,  # this process's part of every batch; None: all of it
 ) -> None:  # raises TrainingDiverged
     "Train for the rest of one epoch."
-    steps, clock = steps_per_epoch(images, cfg), time.perf_counter()
+    steps, clock, share = steps_per_epoch(images, cfg), time.perf_counter(), share or Share()
     sums = torch.tensor(progress.sums, dtype=torch.float64, device=device)
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     saved = time.perf_counter()
-    for x, y in train_batches(images, cfg, progress.epoch, device, start=progress.step):
+    for x, y in train_batches(images, cfg, progress.epoch, device, progress.step, share.rows):
         step = progress.epoch * steps + progress.step
         if cfg.permute == "random":
-            order[0] = training_orders(len(y), (cfg.img_size // cfg.patch_size,) * 2, cfg.seed, step, cfg.permute_scope).to(device)
+            drawn = training_orders(cfg.batch_size, (cfg.img_size // cfg.patch_size,) * 2, cfg.seed, step, cfg.permute_scope)
+            order[0] = (drawn[share.rows(cfg.batch_size)] if drawn.ndim == 2 else drawn).to(device)
         rate = lr_at(step, cfg.epochs * steps, round(cfg.warmup_epochs * steps), cfg.lr)
         for group in optimizer.param_groups: group["lr"] = rate
-        if cfg.dropout or cfg.drop_path: torch.manual_seed(derive_seed(cfg.seed, "dropout", step))
+        if cfg.dropout or cfg.drop_path: torch.manual_seed(derive_seed(cfg.seed, "dropout", step, *([share.rank] if share.rank else [])))
         with torch.autocast(device.type, torch.bfloat16, enabled=cfg.precision == "bf16"):
             logits = model(x)
             loss = F.cross_entropy(logits, y, label_smoothing=cfg.label_smoothing)
@@ -163,7 +166,7 @@ def train_epoch(
         with torch.no_grad(): sums += torch.stack([loss.double(), (logits.argmax(1) == y).double().mean()])
         progress.step += 1
         if progress.step % 50 == 0 or progress.step == steps:
-            progress.sums = sums.tolist()
+            progress.sums = share.mean(sums).tolist()
             mean = progress.sums[0] / progress.step
             if not mean < 1 + 3 * math.log(logits.shape[1]):
                 raise TrainingDiverged(f"the loss is {mean:.3g} in epoch {progress.epoch + 1}, step {progress.step}; "
@@ -194,34 +197,43 @@ def fit(
     checkpoints: Path | None = None,  # folder for the weights along training; None: not kept
 ) -> dict:  # the content of result.json; raises TrainingDiverged
     "Train to the end, from wherever the folder's state is; choices see the validation images, the test images are used once, at the end."
-    with _own_settings(cfg.threads): return _fit(cfg, images, folder, checkpoints)
+    if cfg.devices == 1: return _fit(cfg, images, folder, checkpoints)
+    on_devices(_fit, (cfg, images, folder, checkpoints), cfg.devices, pick_device(cfg.device).type == "cuda")
+    return json.loads((folder / "result.json").read_text())
 
 
-def _fit(cfg: TrainConfig, images: ImageSet, folder: Path, checkpoints: Path | None) -> dict:
-    device = pick_device(cfg.device)
+def _fit(cfg: TrainConfig, images: ImageSet, folder: Path, checkpoints: Path | None, share: Share | None = None) -> dict:
+    with _own_settings(cfg.threads): return _fit_share(cfg, images, folder, checkpoints, share or Share())
+
+
+def _fit_share(cfg: TrainConfig, images: ImageSet, folder: Path, checkpoints: Path | None, share: Share) -> dict:
+    device, first = share.accelerator.device if share.accelerator else pick_device(cfg.device), share.rank == 0
     model = build_model(cfg, len(images.classes)).to(device)
     optimizer, ema = make_optimizer(model, cfg), ModelEmaV3(model, decay=cfg.ema) if cfg.ema else None
     progress = load_state(folder, model, optimizer, ema)
-    called, order = torch.compile(model) if cfg.compile else model, [None]
+    called, order = share.wrap(model), [None]
+    if cfg.compile: called = torch.compile(called)
     kept, steps = ema.module if ema else model, steps_per_epoch(images, cfg)
     wanted = {round(cfg.epochs * (k + 1) / cfg.checkpoints) for k in range(cfg.checkpoints)}
     bar = tqdm(total=cfg.epochs * steps, initial=progress.epoch * steps + progress.step, desc=condition(cfg), unit="step",
-               disable=not cfg.progress, mininterval=1)
+               disable=not (cfg.progress and first), mininterval=1)
     with bar:
         while progress.epoch < cfg.epochs:
             model.train()
             with permutation(model, lambda batch: order[0]) if cfg.permute == "random" else nullcontext():
                 train_epoch(called, optimizer, images, cfg, device, progress, order, ema, bar,
-                            lambda: save_state(folder, progress, model, optimizer, ema))
+                            (lambda: save_state(folder, progress, model, optimizer, ema)) if first else None, share)
             val = score(*predict(kept, eval_batches(images.x_val, images.y_val, images, cfg, device), cfg.precision))
             loss, top1 = (s / steps for s in progress.sums)
             progress.history.append(dict(epoch=progress.epoch + 1, train_loss=loss, train_top1=top1, val_loss=val["loss"], val_top1=val["top1"],
                                          lr=optimizer.param_groups[0]["lr"], seconds=round(progress.seconds, 2)))
             progress.epoch, progress.step, progress.sums = progress.epoch + 1, 0, [0.0, 0.0]
+            if not first: continue
             if checkpoints and progress.epoch in wanted:
                 checkpoints.mkdir(parents=True, exist_ok=True)
                 write_tensors(checkpoints / f"epoch-{progress.epoch:04d}.safetensors", kept.state_dict())
             save_state(folder, progress, model, optimizer, ema)
+    if not first: return {}
     test = score(*predict(kept, eval_batches(images.x_test, images.y_test, images, cfg, device), cfg.precision))
     last = progress.history[-1]
     result = dict(preset=cfg.preset, condition=condition(cfg), seed=cfg.seed, epochs=cfg.epochs, ape_init=cfg.ape_init,
@@ -249,7 +261,7 @@ def train(
     pick_device(cfg.device)
     images = images or load_images(cfg)
     path, identity = run_path(cfg), config_hash(cfg, images.fingerprint)
-    if path.exists():
+    if present(path):
         manifest = verify(path, identity)
         if all((path / w).exists() for w in manifest["weights"]):
             print(f"{path.name} is complete already: nothing to do (another run: -p seed {cfg.seed + 1}, or -p runs_dir somewhere-else)")
