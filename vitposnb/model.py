@@ -15,7 +15,8 @@ from timm.data import resolve_data_config
 from timm.models.eva import Eva
 from torch import nn
 
-from .config import TrainConfig, derive_seed, nearest
+from .config import ENCODINGS, REGISTERED, TUTORIAL, ConfigError, TrainConfig, derive_seed, nearest
+from .encoding import attach, own_encoding
 from .pe import ape_table, sincos_table
 from .permutation import fix_order, fixed_order
 from .weights import fit_weights, read_weights, resize_input
@@ -45,13 +46,15 @@ def eva(
 def build_model(
     cfg: TrainConfig,
     num_classes: int = 10,
-) -> Eva:  # float32, on the CPU, in training mode
+) -> Eva:  # float32, on the CPU, in training mode; raises ConfigError for an encoding that is not registered
     "The model of a configuration at step 0: block weights, tokens and head depend on the seed alone, not on the encoding."
+    if cfg.pe not in ENCODINGS: raise ConfigError(f"the encoding {cfg.pe!r} must be registered first; how: {TUTORIAL}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(cfg.seed, "weights"))
         shared = eva(cfg, num_classes, "none").state_dict()
         torch.manual_seed(derive_seed(cfg.seed, "encoding"))
         model = eva(cfg, num_classes, cfg.pe)
+        if cfg.pe in REGISTERED: attach(model, own_encoding(cfg, model.patch_embed.grid_size))
     model.load_state_dict(shared, strict=False)
     grid = model.patch_embed.grid_size
     if cfg.pe in _TABLE:

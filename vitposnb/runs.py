@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RunError', 'replacing', 'write_json', 'write_tensors', 'sha256', 'provenance', 'partial_path', 'present',
-           'only_writer', 'writing', 'verify', 'save_config', 'load_config', 'load_model', 'find_runs', 'index',
-           'checkpoint_files']
+           'only_writer', 'writing', 'verify', 'save_config', 'load_config', 'same_encoding', 'load_model', 'find_runs',
+           'index', 'checkpoint_files']
 
 # %% ../nbs/12_runs.ipynb #cell003
 import hashlib
@@ -25,7 +25,7 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save
 
-from .config import SCIENTIFIC, OneLineError, TrainConfig, project_root
+from .config import REGISTERED, SCIENTIFIC, TUTORIAL, OneLineError, TrainConfig, project_root
 from .model import build_model
 
 # %% ../nbs/12_runs.ipynb #cell006
@@ -166,7 +166,8 @@ def save_config(
     cfg: TrainConfig,
     images: dict,  # name, fingerprint, classes, mean, std, note of the data
 ) -> None:
-    "Write a run's config.json."
+    "Write a run's config.json, and encoding.py if the encoding is a registered one."
+    if cfg.pe in REGISTERED: (folder / "encoding.py").write_text(REGISTERED[cfg.pe].text, encoding="utf-8")
     write_json(folder / "config.json", {**{k: v for k, v in asdict(cfg).items() if k in SCIENTIFIC}, "images": images})
 
 
@@ -179,6 +180,19 @@ def load_config(
     return TrainConfig(**content, data=images["name"]), images
 
 
+def same_encoding(
+    run: Path,  # a run folder
+    cfg: TrainConfig,  # its configuration
+) -> None:  # raises RunError
+    "Refuse a run of a registered encoding while that encoding is not registered, or is another one of the same name."
+    kept = Path(run) / "encoding.py"
+    if not kept.exists(): return
+    how = f"give encodings = {str(kept)!r} or run the cell that registers it ({TUTORIAL})"
+    if cfg.pe not in REGISTERED: raise RunError(f"{run} was trained with the encoding {cfg.pe!r}, which must be registered first: {how}")
+    if REGISTERED[cfg.pe].text != kept.read_text(encoding="utf-8"):
+        raise RunError(f"{run} was trained with another encoding that was also named {cfg.pe!r}; in a new process, {how}")
+
+
 def load_model(
     run: Path,  # a run folder with weights
     trained: bool = True,  # False: the untrained twin, the same run at step 0
@@ -186,6 +200,7 @@ def load_model(
     "The model of a run, verified, or its untrained twin."
     verify(run, weights=trained)
     cfg, images = load_config(run)
+    same_encoding(run, cfg)
     model = build_model(cfg, len(images["classes"]))
     if trained: model.load_state_dict(load_file(Path(run) / "model.safetensors"))
     return model.eval(), cfg, images

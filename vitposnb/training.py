@@ -59,7 +59,7 @@ def make_optimizer(
     "AdamW with weight decay on matrices only."
     skip = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    matrix = [n for n, p in named if p.ndim > 1 and n not in skip]
+    matrix = [n for n, p in named if p.ndim > 1 and n not in skip and not n.startswith("encoding.")]
     groups = [dict(params=[p for n, p in named if n in matrix], weight_decay=cfg.weight_decay),
               dict(params=[p for n, p in named if n not in matrix], weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=cfg.lr, fused=True)
