@@ -8,7 +8,7 @@ __all__ = ['correct_by_state', 'other_weights', 'same_weights', 'retrain_command
 
 # %% ../nbs/09_variants.ipynb #cell003
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import islice
