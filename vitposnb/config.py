@@ -349,7 +349,7 @@ class Position(Analysis):
     shams: int = 20  # most balanced shams; all of them where there are fewer
     controls: int = 5  # Latin squares for each target
     tokens: int = 64  # of each image for the probes, drawn at random; all where there are fewer
-    accuracy_images: int = 3000  # test images for the cost of heads in accuracy; all where there are fewer
+    accuracy_images: int = 2000  # test images for the cost of heads in accuracy; all where there are fewer
     resamples: int = 2000  # of the images, for the intervals
 
 
