@@ -79,3 +79,14 @@ def test_one_device_leaves_the_identity_as_it_was_and_two_are_another():
                                          (dict(devices=2, device="cuda:1"), "devices = 2 with device = 'cuda:1'")])  # fmt: skip
 def test_what_cannot_be_shared_is_refused(given, says):
     with pytest.raises(ConfigError, match=says): configure(preset="smoke", **given)
+
+
+def test_a_full_memory_names_a_smaller_batch(smoke, tmp_path, monkeypatch):
+    import torch
+
+    from vitposnb import training
+
+    def full(*args): raise torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(training, "train_epoch", full)
+    with pytest.raises(ConfigError, match="batch_size = 64 does not fit into the memory of cpu; allowed: a smaller one, e.g. batch_size = 32"):
+        training.train(configure(preset="smoke", device="cpu", progress=False, runs_dir=str(tmp_path)), smoke)

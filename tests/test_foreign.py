@@ -15,7 +15,7 @@ from timm.data import create_transform, resolve_data_config
 from vitposnb.analysis import open_subject
 from vitposnb.config import ConfigError, Geometry, configure
 from vitposnb.data import normalise
-from vitposnb.foreign import foreign_images, model_view, test_folder, test_source
+from vitposnb.foreign import foreign_images, test_folder, test_source
 from vitposnb.model import timm_model
 from vitposnb.weights import read_weights, resize_input
 

@@ -22,7 +22,7 @@ from .data import ImageSet, eval_batches, load_images
 from .foreign import foreign_images, test_source
 from .model import ViT, describe, timm_model
 from .runs import load_config, load_model, present, verify, writing
-from .training import pick_device
+from .training import out_of_memory, pick_device
 
 # %% ../nbs/15_analysis.ipynb #cell006
 @dataclass
@@ -151,7 +151,8 @@ def saved_table(
         return read_table(path)
     settings = {k: v for k, v in asdict(cfg).items() if k in ANALYSIS_SCIENCE}
     with writing(path, identity, dict(kind=kind, subject=subject.identity, settings=settings)) as folder:
-        table = measure()
+        try: table = measure()
+        except torch.OutOfMemoryError as e: raise out_of_memory(cfg.batch_size, subject.device) from e
         table.to_csv(folder / "table.csv", index=False, float_format="%.7g")
         for name, draw in (figures or {}).items(): save_figure(draw(read_table(folder)), folder / name)
     return read_table(path)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from . import config
-from .config import Analysis, ConfigError, TrainConfig, analysis_name, configure, nearest, project_root, run_name
+from .config import Analysis, ConfigError, TrainConfig, analysis_name, configure, nearest, run_name
 from .sources import OFFICIAL
 
 # %% ../nbs/16_sweep.ipynb #cell005

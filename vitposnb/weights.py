@@ -10,7 +10,6 @@ import json
 import sys
 from pathlib import Path
 
-import timm
 import torch
 from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed_nhwc
