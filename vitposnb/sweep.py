@@ -32,7 +32,8 @@ def analyses(
 # %% ../nbs/16_sweep.ipynb #cell008
 CORE = ("none", "ape", "ape+ape_init=1.0", "sincos", "rope", "ape-rpt", "sincos-fixed", "rope-fixed")
 GRIDS = {"smoke": (("none", "ape", "rope"), (0, 1)), "imagenet100": (("ape", "sincos", "rope", "none", "ape-rpt"), (0, 1, 2, 3))}
-QUICK = {"smoke": dict(images=60, permutations=2, permutation_images=20, relabelings=99, resamples=100)}
+QUICK = {"smoke": dict(images=60, permutations=2, permutation_images=20, relabelings=99, resamples=100, sweep_images=30, families="primary",
+                       shams=2, controls=1, tokens=16, accuracy_images=40)}
 
 
 def grid(
