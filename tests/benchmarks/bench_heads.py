@@ -30,7 +30,7 @@ def main():
     x, _ = next(iter(subject.batches(250)))
     for part in ("rotations", "output"):
         changes = head_changes(model, part)
-        full, swept = (lambda: [model(x) for _ in range(len(changes) + 1)]), (lambda c=changes: list(sweep(model, x, c)))
+        full, swept = (lambda c=changes: [model(x) for _ in range(len(c) + 1)]), (lambda c=changes: list(sweep(model, x, c)))
         seconds(full), seconds(swept)
         ratios = [seconds(swept) / seconds(full) for _ in range(7)]
         record(f"head_sweep_{part}", f"{len(changes) + 1} full forward passes of default/rope-s0, 250 images", statistics.median(ratios), (L + 1) / (2 * L) + 0.05)
