@@ -30,7 +30,7 @@ def probes_by_depth(
     table = table[table["intervention"] == intervention]
     classes = {"row": grid[0], "col": grid[1], "index": grid[0] * grid[1]}
     targets = [t for t in classes if (table["target"] == t).any()]
-    fig, axes = plt.subplots(1, len(targets), figsize=(3.1 * len(targets) + 0.4, 3.1), layout="constrained", squeeze=False)
+    fig, axes = plt.subplots(1, len(targets), figsize=(2.9 * len(targets) + 1.4, 3.1), layout="constrained", squeeze=False)
     for ax, target in zip(axes[0], targets, strict=True):
         part = table[table["target"] == target]
         for (run, weights), own in part[part["metric"] == "probe_accuracy"].groupby(["run", "weights"], sort=False):
@@ -40,7 +40,7 @@ def probes_by_depth(
             ax.plot(own.sort_values("layer")["layer"], own.sort_values("layer")["value"], ":", color=colour(run), lw=1.2, label=f"{arm(run)}, Latin controls")
         ax.axhline(1 / classes[target], color="0.6", lw=0.8, zorder=0, label="chance")
         ax.set(xlabel="layer (input of block l)", ylabel="accuracy, share of tokens", title=target, xticks=sorted(part["layer"].unique()), ylim=(0, None))
-    axes[0, 0].legend(fontsize=6)
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=6, loc="outside right upper")
     return caption(fig, table[table["metric"] == "probe_accuracy"], "shaded: 95 %, image bootstrap")
 
 # %% ../nbs/13_probe_figures.ipynb #cell011
