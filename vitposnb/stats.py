@@ -8,7 +8,7 @@ __all__ = ['poisson_means', 'percentiles', 'poisson_bootstrap', 'accuracy_interv
 
 # %% ../nbs/11_stats.ipynb #cell003
 import numpy as np
-from scipy import optimize, stats
+from scipy import optimize, special, stats
 
 # %% ../nbs/11_stats.ipynb #cell006
 def poisson_means(
@@ -77,7 +77,7 @@ def jackknife(
 
 # %% ../nbs/11_stats.ipynb #cell017
 def _half_width(sd, k: int, se_image: float, alpha: float = 0.05):
-    return np.hypot(stats.t.ppf(1 - alpha / 2, k - 1) * sd / np.sqrt(k), stats.norm.ppf(1 - alpha / 2) * se_image)
+    return np.hypot(special.stdtrit(k - 1, alpha / 2) * sd / np.sqrt(k), special.ndtri(alpha / 2) * se_image)
 
 
 def contrast(
@@ -104,6 +104,9 @@ def image_se(
     return float(np.nanstd(each, ddof=1) / np.sqrt(np.isfinite(each).sum()))
 
 # %% ../nbs/11_stats.ipynb #cell022
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(400)
+
+
 def power(
     effect: float,  # true difference
     sd: float,  # over seeds, of the paired difference
@@ -118,8 +121,7 @@ def power(
         half = _half_width(sd * np.sqrt(stats.chi2.ppf(u, k - 1) / (k - 1)), k, se_image, alpha)
         return stats.norm.sf((half - effect) / spread) + stats.norm.cdf((-half - effect) / spread)
 
-    nodes, weights = np.polynomial.legendre.leggauss(400)
-    return float(weights @ given((nodes + 1) / 2) / 2)
+    return float(_WEIGHTS @ given((_NODES + 1) / 2) / 2)
 
 
 def minimum_detectable(
