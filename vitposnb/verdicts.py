@@ -18,7 +18,7 @@ def choices(
     rules: dict,
 ) -> Iterator[tuple]:  # claim, its function, the choice it is decided for
     "Every part of every claim."
-    ape, encodings, families = rules["arms"]["ape"], rules["arms"]["encodings"], ("jpeg", "blur")
+    ape, encodings, families = rules["arms"]["ape"], rules["arms"]["encodings"], rules["fragility"]["families"]
     of_ape = [dict(ape=a) for a in ape]
     fragile = [dict(ape=a, family=f) for a in ape for f in families]
     parts = dict(
