@@ -7,9 +7,9 @@ STAMP := $(VENV)/.installed
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 # One thread in each process: two processes of one thread are faster than one process of two.
 export OMP_NUM_THREADS ?= 1
-export PE PRESET SEED ARGS
+export PE PRESET SEED SEEDS CONDITIONS CORES ARGS
 
-.PHONY: help train test install lab export docs
+.PHONY: help train study test install lab export docs
 
 help: ## this list
 	@echo "Usage: make <target> [NAME=value ...]"
@@ -19,6 +19,10 @@ train: $(STAMP) ## train one model: PE=rope [PRESET=default] [SEED=0] [ARGS='-p 
 	@name=$$(printf %s "$${PRESET:-default}-$${PE:-rope}-s$${SEED:-0}$$ARGS" | tr -cs 'A-Za-z0-9.=_-' _ | cut -c1-100); set -x; \
 	papermill nbs/train.ipynb "runs/$$name.train.ipynb" --log-output --no-progress-bar \
 	$${PE:+-p pe "$$PE"} $${PRESET:+-p preset "$$PRESET"} $${SEED:+-p seed "$$SEED"} $(ARGS) < /dev/null
+
+study: $(STAMP) ## train and analyse every run of a preset: PRESET=default [CONDITIONS=ape,rope] [SEEDS=0,1] [CORES=2] [ARGS='-n']
+	snakemake --cores "$${CORES:-2}" --nolock --keep-going --rerun-incomplete --config preset="$${PRESET:-default}" \
+	$${CONDITIONS:+conditions="$$CONDITIONS"} $${SEEDS:+seeds="$$SEEDS"} $(ARGS) < /dev/null
 
 test: $(STAMP) ## run the tests, two at a time [ARGS='-k name' as for pytest]
 	pytest -n 2 --dist worksteal $(ARGS) < /dev/null

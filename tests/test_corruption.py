@@ -11,8 +11,8 @@ from scipy.ndimage import gaussian_filter
 from torchvision.transforms.v2.functional import gaussian_blur
 
 from vitposnb.blur import blur, effective_sigma, gaussian_taps
-from vitposnb.corruption import (FAMILIES, PAPER_A, SEVERITIES, Corruption, codec, contrast, corrupt, jpeg, noise, occlude, pixelate, settings,
-                                 severity_grid, shuffle)
+from vitposnb.corruption import (FAMILIES, PAPER_A, SEVERITIES, Corruption, codec, contrast, corrupt, jpeg, noise, occlude, pixelate,
+                                 primary_families, settings, severity_grid, shuffle)
 
 SHAPES = [(2, 28, 28, 1), (3, 32, 32, 3), (1, 224, 224, 3), (2, 40, 61, 3), (1, 28, 50, 1)]
 
@@ -161,4 +161,12 @@ def test_the_grid_is_imagenet_c_at_224_pixels():
     grid = severity_grid()
     assert [c.amount for c in grid if c.family == "jpeg"] == [25, 18, 15, 10, 7]
     assert [c.amount for c in grid if c.family == "blur"] == [1, 2, 3, 4, 6]
-    assert not [c for c in grid if c.family == "blur-small"]
+    assert not [c for c in grid if c.family.endswith("-small")]
+
+
+def test_small_images_have_their_own_jpeg_and_blur():
+    small, large = ({c.family for c in severity_grid(side=side)} for side in (64, 65))
+    assert small - large == {"jpeg-small", "blur-small"} and large - small == {"blur"}
+    assert set(primary_families(28).values()) <= small and set(primary_families(224).values()) <= large
+    c, x = Corruption("jpeg-small", 5), natural((2, 28, 28, 1))
+    assert torch.equal(corrupt(x, c), jpeg(x, 1)) and settings(c, (28, 28))["quality"] == 1 and settings(c, (28, 28))["codec"] == codec()

@@ -223,7 +223,10 @@ def test_a_damaged_analysis_is_named_and_not_overwritten(ape_run, smoke):
 
 @pytest.mark.parametrize("name, why", [("vit_tny_patch16_224", "did you mean 'vit_tiny_patch16_224'"), ("resnet18", "is not a ViT")])
 def test_a_wrong_timm_name_is_one_line(name, why, tmp_path):
+    from PIL import Image
+
     (tmp_path / "photos").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "photos" / "1.png")
     with pytest.raises(ConfigError) as error:
         open_subject(configure(Geometry, model=name, weights="random", data=str(tmp_path / "photos")))
     assert why in str(error.value) and "\n" not in str(error.value)

@@ -9,7 +9,7 @@ __all__ = ['FIRST', 'Subject', 'open_subject', 'tidy', 'analysis_folder', 'saved
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +17,12 @@ import pandas as pd
 import torch
 from torch import nn
 
-from .config import ANALYSIS_SCIENCE, DATASETS, Analysis, ConfigError, TrainConfig, condition, input_path, project_root
+from .config import ANALYSIS_SCIENCE, DATASETS, Analysis, ConfigError, TrainConfig, analysis_name, condition, input_path, project_root
 from .data import ImageSet, eval_batches, load_images
+from .foreign import foreign_images, test_source
 from .model import ViT, describe, timm_model
-from .runs import load_config, load_model, verify, writing
-from .training import pick_device
+from .runs import load_config, load_model, present, verify, writing
+from .training import out_of_memory, pick_device
 
 # %% ../nbs/15_analysis.ipynb #cell006
 @dataclass
@@ -70,25 +71,32 @@ def _of_run(cfg: Analysis, device: torch.device) -> Subject:
 
 # %% ../nbs/15_analysis.ipynb #cell010
 def _of_timm(cfg: Analysis, device: torch.device) -> Subject:
-    try: model, data = timm_model(cfg.model, cfg.weights if cfg.weights in ("pretrained", "random") else str(input_path(cfg.weights)))
+    source = test_source(cfg.data, cfg.class_list, take=cfg.images + cfg.images // 20 + 10)
+    weights = cfg.weights if cfg.weights in ("random", "pretrained") else str(input_path(cfg.weights))
+    try: model, data = timm_model(cfg.model, weights)
     except Exception as e:
         raise ConfigError(f"model = {cfg.model!r} with weights = {cfg.weights!r} cannot be opened: {' '.join(str(e).split())[:300]}") from e
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        twin, _ = timm_model(cfg.model, "random")
+        twin, _ = timm_model(cfg.model, weights, trained=False)
     if cfg.weights == "random": model.load_state_dict(twin.state_dict())
-    vit = describe(model)
-    if vit.img_size[0] != vit.img_size[1]: raise ConfigError(f"model = {cfg.model!r} has a non-square input of {vit.img_size}; allowed: square inputs")
-    side = vit.img_size[0]
-    prepared = TrainConfig(preset="imagenette", data=cfg.data, img_size=side, cache_size=round(side / data["crop_pct"]), in_chans=vit.in_chans,
-                           crop="resized", val_images=1, batch_size=1, progress=cfg.progress)
-    images = load_images(prepared)
+    vit, images = describe(model), foreign_images(source, data, cfg.progress)
+    prepared = TrainConfig(preset="imagenette", data=cfg.data, img_size=vit.img_size[0], in_chans=vit.in_chans, val_images=1, batch_size=1, progress=cfg.progress)
     name = cfg.model + ("" if cfg.weights == "pretrained" else f"+weights={Path(cfg.weights).stem}")
     runs = Path(cfg.runs_dir).expanduser()
     folder = (runs if runs.is_absolute() else project_root() / runs) / "timm" / name
-    weights = hashlib.sha256(b"".join(v.cpu().numpy().tobytes() for v in model.state_dict().values() if v.dtype != torch.bfloat16))
-    return Subject(f"timm/{name}", cfg.model, None, model.to(device), twin.to(device), vit, images, prepared, data["mean"], data["std"], folder,
-                   _hash(weights.hexdigest(), images.fingerprint), device, vit.num_classes == len(images.classes))
+    digest = hashlib.sha256(b"".join(v.float().cpu().numpy().tobytes() for v in model.state_dict().values()))
+    why = _unlabelled(vit, images)
+    if why: print(f"no accuracy: {why}")
+    return Subject(f"timm/{name}", cfg.model, None, model.to(device), twin.to(device), vit, images, prepared, images.mean, images.std, folder,
+                   _hash(digest.hexdigest(), images.fingerprint), device, not why)
+
+
+def _unlabelled(vit: ViT, images: ImageSet) -> str:
+    if not vit.num_classes: return "the model has no head (features only), and what it would answer needs one"
+    if not images.classes: return "the images have no labels"
+    if vit.num_classes != len(images.classes): return f"the model has {vit.num_classes} classes and the images {len(images.classes)}"
+    return ""
 
 
 def open_subject(
@@ -122,11 +130,9 @@ def analysis_folder(
     cfg: Analysis,
 ) -> tuple[Path, str]:  # folder, identity
     "Where an analysis with these settings is saved, and the hash of all it depends on."
-    usual = {f.name: f.default for f in fields(cfg)}
     science = {k: v for k, v in asdict(cfg).items() if k in ANALYSIS_SCIENCE}
-    name = "+".join([kind, *(f"{k}={v}" for k, v in science.items() if v != usual[k])])
     text = json.dumps([kind, science, subject.identity], sort_keys=True)
-    return subject.folder / name, _hash(text)
+    return subject.folder / analysis_name(kind, cfg), _hash(text)
 
 
 def saved_table(
@@ -139,13 +145,14 @@ def saved_table(
     "The table of an analysis: from its folder, or measured and saved now with its figures."
     from vitposnb.figures import save_figure
     path, identity = analysis_folder(subject, kind, cfg)
-    if path.exists():
+    if present(path):
         verify(path, identity)
         print(f"{subject.run}/{path.name} is complete already: read, not measured again")
         return read_table(path)
     settings = {k: v for k, v in asdict(cfg).items() if k in ANALYSIS_SCIENCE}
     with writing(path, identity, dict(kind=kind, subject=subject.identity, settings=settings)) as folder:
-        table = measure()
+        try: table = measure()
+        except torch.OutOfMemoryError as e: raise out_of_memory(cfg.batch_size, subject.device) from e
         table.to_csv(folder / "table.csv", index=False, float_format="%.7g")
         for name, draw in (figures or {}).items(): save_figure(draw(read_table(folder)), folder / name)
     return read_table(path)

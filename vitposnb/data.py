@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,12 +35,12 @@ def _chunks(items: Iterable, n: int) -> Iterator[list]:
     while chunk := list(islice(items, n)): yield chunk
 
 
-def _prepare(chunk: list, size: int, chans: int) -> list:
+def _prepare(chunk: list, chans: int, view: Callable) -> list:
     done = []
     for path, label, payload in chunk:
         try:
             pixels = decode(payload)
-            square = to_square(pixels, size, chans)
+            square = view(pixels)
         except MemoryError: raise
         except Exception: done.append((path, label, None, None, None, None)); continue
         flat = square.reshape(-1, chans).astype(np.int64)
@@ -48,15 +48,15 @@ def _prepare(chunk: list, size: int, chans: int) -> list:
     return done
 
 # %% ../nbs/01_data.ipynb #cell008
-def _build_split(folder: Path, split: str, n: int, items: Iterable, classes: list, size: int, chans: int, progress: bool) -> dict:
+def _build_split(folder: Path, split: str, n: int, items: Iterable, classes: list, size: int, chans: int, view: Callable, progress: bool) -> dict:
     shape, rows, broken, workers = (size, size, chans), [], [], os.cpu_count() or 1
     raw = open_memmap(folder / "raw.npy", mode="w+", dtype=np.uint8, shape=(n, *shape))
     with ThreadPoolExecutor(workers) as pool, tqdm(total=n, desc=f"decoding {split}", unit=" images", disable=not progress) as bar:
         for window in _chunks(items, 32 * workers):
-            for done in pool.map(partial(_prepare, size=size, chans=chans), _chunks(window, 32)):
+            for done in pool.map(partial(_prepare, chans=chans, view=view), _chunks(window, 32)):
                 bar.update(len(done))
                 for path, label, key, original, square, sums in done:
-                    if not isinstance(label, int) or not 0 <= label < len(classes):
+                    if classes and not (isinstance(label, int) and 0 <= label < len(classes)):
                         raise ConfigError(f"data has the label {label!r} at {path}; allowed: 0 to {len(classes) - 1}, one per class")
                     if key is None: broken.append(path); continue
                     raw[len(rows)] = square
@@ -98,9 +98,12 @@ def cached(
     chans: int,  # 1 or 3
     max_broken: float = 0.0,  # share of unreadable images that is tolerated
     progress: bool = False,
+    view: Callable | None = None,  # pixels -> (size, size, chans) uint8; None: `to_square`
+    view_name: str = "",  # what `view` does, part of the key
 ) -> tuple[dict, dict]:  # meta data; arrays train_x (n, size, size, chans), train_y, train_digest, train_sums, test_x ...
     "The decoded images, from the cache or put there now; raises ConfigError."
-    key = hashlib.sha256(json.dumps([FORMAT, source.name, source.stamp, size, chans]).encode()).hexdigest()[:24]
+    what = [FORMAT, source.name, source.stamp, size, chans, *([view_name] if view else [])]
+    key, view = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:24], view or partial(to_square, size=size, chans=chans)
     folder, partial_ = cache_dir() / "images" / key, cache_dir() / "images" / f".{key}.partial"
     if found := _open_cache(folder): return found
     folder.parent.mkdir(exist_ok=True)
@@ -117,11 +120,11 @@ def cached(
             if need > free:
                 raise ConfigError(f"data = {source.name!r} needs {need / 1e9:.1f} GB in {cache_dir()}, which has {free / 1e9:.1f} GB left; "
                                   "allowed: another place through the variable VITPOSNB_CACHE, or a smaller cache_size")
-            made = {k: _build_split(partial_, k, n, items, classes, size, chans, progress) for k, (n, items) in splits.items()}
+            made = {k: _build_split(partial_, k, n, items, classes, size, chans, view, progress) for k, (n, items) in splits.items()}
             broken = [path for m in made.values() for path in m["broken"]]
             _refuse_broken(broken, sum(counts.values()), max_broken)
             files = {p.name: p.stat().st_size for p in sorted(partial_.glob("*.npy"))}
-            meta = dict(name=source.name, classes=classes, counts=counts, broken=broken, original=made["train"]["original"], bytes=files)
+            meta = dict(name=source.name, classes=classes, counts=counts, broken=broken, original=next(iter(made.values()))["original"], bytes=files)
             (partial_ / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
             partial_.rename(folder)
         finally: shutil.rmtree(partial_, ignore_errors=True)
@@ -306,6 +309,7 @@ def train_batches(
     epoch: int,  # from 0
     device: torch.device | str,
     start: int = 0,  # first step, for a resumed run
+    share: Callable | None = None,  # batch size -> the slice of every batch that is wanted; None: all of it
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:  # x (B, C, img_size, img_size) float32, y (B,) int64, on the device
     "The batches of one epoch from step `start` on: a function of seed, epoch and step only."
     n, size = steps_per_epoch(images, cfg), cfg.batch_size
@@ -313,7 +317,8 @@ def train_batches(
     draws = epoch_draws(n * size, cfg, epoch)
     kept = images.kept.get(str(device)) or images.kept.setdefault(str(device), DeviceImages(images.x_train, images.y_train, device))
     mean, std = (torch.tensor(v, dtype=torch.float32, device=device) for v in (images.mean, images.std))
-    for rows in (slice(step * size, (step + 1) * size) for step in range(start, n)):
+    part = share(size) if share else slice(0, size)
+    for rows in (slice(step * size + part.start, step * size + part.stop) for step in range(start, n)):
         x, y = kept[order[rows]]
         yield augment(x, draws[rows].to(device, non_blocking=True), cfg, mean, std), y
 

@@ -47,7 +47,9 @@ def notebook_facts(
     title, what = (re.search(pattern, top, re.M) for pattern in (r"^# (.+)", r"^> (.+)"))
     exports = any(re.search(r"^#\| *default_exp", "".join(c["source"]), re.M) for c in cells)
     tagged = any("parameters" in c["metadata"].get("tags", []) for c in cells)
-    section = SECTIONS[2] if exports else SECTIONS[1] if tagged else SECTIONS[0]
+    front = next(("".join(c["source"]) for c in cells if c["cell_type"] == "raw"), "")
+    stated = re.search(r"^section: *(.+?) *$", front, re.M)
+    section = stated[1] if stated else SECTIONS[2] if exports else SECTIONS[1] if tagged else SECTIONS[0]
     return dict(path=path, page=page_name(path), title=title[1] if title else path.stem, what=what[1] if what else "",
                 section="" if path.stem == "index" else section)
 

@@ -159,6 +159,8 @@ def scaled_positions(
     if which not in POSITIONS: raise ValueError(f"which = {which!r} is not known; allowed: {', '.join(POSITIONS)}")
     if not 0 <= alpha < math.inf: raise ValueError(f"alpha = {alpha} is not allowed; allowed: a finite number, 0 or more")
     info = describe(model)
+    if hasattr(model, "encoding"):
+        raise ValueError(f"scaling positions is not applicable: they are those of {type(model.encoding).__name__}, a registered encoding, and only it knows them")
     if any("relative_position" in name or "rel_pos" in name for name, _ in model.named_parameters()):
         raise TypeError(f"the relative position biases of {type(model).__name__} cannot be scaled; allowed: additive and rotary positions")
     additive, rotary = info.additive and which != "rotary", info.rotary and which != "additive"

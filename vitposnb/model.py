@@ -15,9 +15,11 @@ from timm.data import resolve_data_config
 from timm.models.eva import Eva
 from torch import nn
 
-from .config import TrainConfig, derive_seed, nearest
+from .config import ENCODINGS, REGISTERED, TUTORIAL, ConfigError, TrainConfig, derive_seed, nearest
+from .encoding import attach, own_encoding
 from .pe import ape_table, sincos_table
 from .permutation import fix_order, fixed_order
+from .weights import fit_weights, read_weights, resize_input
 
 # %% ../nbs/03_model.ipynb #cell006
 _ROPE = {"rope": "cat", "rope-ape": "cat", "rope-mixed": "mixed", "rope-dinov3": "dinov3"}
@@ -44,13 +46,15 @@ def eva(
 def build_model(
     cfg: TrainConfig,
     num_classes: int = 10,
-) -> Eva:  # float32, on the CPU, in training mode
+) -> Eva:  # float32, on the CPU, in training mode; raises ConfigError for an encoding that is not registered
     "The model of a configuration at step 0: block weights, tokens and head depend on the seed alone, not on the encoding."
+    if cfg.pe not in ENCODINGS: raise ConfigError(f"the encoding {cfg.pe!r} must be registered first; how: {TUTORIAL}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(cfg.seed, "weights"))
         shared = eva(cfg, num_classes, "none").state_dict()
         torch.manual_seed(derive_seed(cfg.seed, "encoding"))
         model = eva(cfg, num_classes, cfg.pe)
+        if cfg.pe in REGISTERED: attach(model, own_encoding(cfg, model.patch_embed.grid_size))
     model.load_state_dict(shared, strict=False)
     grid = model.patch_embed.grid_size
     if cfg.pe in _TABLE:
@@ -93,18 +97,28 @@ def describe(
 # %% ../nbs/03_model.ipynb #cell022
 def timm_model(
     name: str,  # timm's name, e.g. vit_base_patch16_224
-    weights: str = "random",  # random | pretrained | path of a .safetensors file
+    weights: str = "random",  # random | pretrained | path of a .safetensors or .pth file, or of a folder in Hugging Face's layout
+    img_size: tuple[int, int] | None = None,  # height, width, pixels; None: the model's own
+    trained: bool = True,  # False: the same architecture at random weights, the untrained twin
     **kwargs,  # handed to timm.create_model
-) -> tuple[nn.Module, dict]:  # the model in evaluation mode, and timm's data config (mean, std, input_size, ...)
-    "Any ViT of timm's; raises ValueError for an unknown name and TypeError if it is no ViT."
+) -> tuple[nn.Module, dict]:  # the model in evaluation mode, and timm's data config (mean, std, input_size, interpolation, crop_pct ...)
+    "Any ViT of timm's; raises ValueError for an unknown name or weights that do not fit, and TypeError if it is no ViT."
     if not timm.is_model(name):
         raise ValueError(f"model = {name!r} is not known to timm {timm.__version__}{nearest(name, timm.list_models())}; allowed: a name from timm.list_models()")
-    local = {} if weights in ("random", "pretrained") else dict(checkpoint_path=str(weights))
-    model = timm.create_model(name, pretrained=weights == "pretrained", **local, **kwargs).eval()
+    state, about = read_weights(weights) if weights not in ("random", "pretrained") else ({}, {})
+    if (meant := about.get("architecture", name)).split(".")[0] != name.split(".")[0]:
+        raise ValueError(f"the weights are those of {meant!r}, not of model = {name!r}; allowed with them: model = {meant}")
+    kwargs = {**{k: v for k, v in about.items() if k == "global_pool"}, **about.get("model_args", {}), **kwargs}
+    if "patch_embed.proj.weight" in state and state["patch_embed.proj.weight"].ndim == 4: kwargs.setdefault("in_chans", state["patch_embed.proj.weight"].shape[1])
+    model = timm.create_model(name, pretrained=weights == "pretrained" and trained, **kwargs)
+    if state: fit_weights(model, state)
+    if state and not trained: model = timm.create_model(name, **{**kwargs, "num_classes": model.num_classes})
     describe(model)
-    return model, resolve_data_config(model=model)
+    if img_size: resize_input(model, img_size)
+    data = resolve_data_config(pretrained_cfg={**model.pretrained_cfg, **about.get("pretrained_cfg", {})})
+    return model.eval(), {**data, "input_size": (model.patch_embed.proj.in_channels, *model.patch_embed.img_size)}
 
-# %% ../nbs/03_model.ipynb #cell025
+# %% ../nbs/03_model.ipynb #cell026
 @dataclass
 class Residuals:
     "The residual stream of one forward pass, layer by layer."
@@ -127,7 +141,7 @@ def _layers(info: ViT, layers) -> list[int]:
     if outside: raise ValueError(f"layer {outside[0]} is outside the model; allowed: 0 to {info.depth} (0 is the input of block 0)")
     return wanted
 
-# %% ../nbs/03_model.ipynb #cell027
+# %% ../nbs/03_model.ipynb #cell028
 @contextmanager
 def taps(
     model: nn.Module,  # a ViT of ours or timm's

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 
 from .ranks import midranks
-from .ssdc import RHOS, STEP, mantel, pair_similarity, target_ranks, with_betas
+from .ssdc import RHOS, STEP, PairSimilarity, mantel, target_ranks, with_betas
 from .stats import jackknife
 
 # %% ../nbs/06_ssdc_averaged.ipynb #cell006
@@ -37,7 +37,8 @@ class AveragedSSDC:
         centre: bool = False,  # subtract each image's mean patch token; paper A does not
         groups: int = 20,  # of images, for the delete-group jackknife
     ):
-        self.grid, self.metric, self.num_prefix, self.centre, self.groups = tuple(grid), metric, num_prefix, centre, groups
+        self.grid, self.metric, self.centre, self.groups = tuple(grid), metric, centre, groups
+        self.similarities = PairSimilarity(grid, num_prefix, centre)
         self.layers = list(range(layers)) if isinstance(layers, int) else list(layers)
         self.target = target_ranks(grid, metric)
         self.open, self.done = {}, {layer: [] for layer in self.layers}
@@ -54,7 +55,7 @@ class AveragedSSDC:
         if layer not in self.open:
             self.open[layer] = key, self.target.new_zeros(self.groups, len(self.target)).to(x.device), np.zeros(self.groups, int)
         _, sums, sizes = self.open[layer]
-        for s in pair_similarity(x, self.grid, self.num_prefix, self.centre):
+        for s in self.similarities(x):
             group = (sizes.sum() + np.arange(len(s))) % self.groups
             sums.index_add_(0, torch.from_numpy(group).to(x.device), s.mul_(1 / STEP).round_().mul_(STEP))
             np.add.at(sizes, group, 1)

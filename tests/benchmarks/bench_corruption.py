@@ -19,7 +19,7 @@ from record import record
 from tqdm import trange
 
 from vitposnb.config import configure, project_root
-from vitposnb.corruption import severity_grid
+from vitposnb.corruption import primary_families, severity_grid
 from vitposnb.data import eval_batches, load_images
 from vitposnb.fragility import correct_table
 from vitposnb.runs import load_model
@@ -29,7 +29,7 @@ LIMIT = 1.25
 
 
 def ratio(model, x, y, mean, std, cfg, batch_size, rounds):
-    grid, size = severity_grid(["jpeg", "blur" if cfg.img_size > 48 else "blur-small"]), cfg.img_size
+    grid, size = severity_grid(list(primary_families(cfg.img_size).values())), cfg.img_size
     prepared, ratios = list(eval_batches(x, y, (mean, std), cfg, "cpu", batch_size)), []
     for _ in trange(rounds, desc=f"{size} pixels"):
         start = process_time()
