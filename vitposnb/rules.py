@@ -11,6 +11,7 @@ import hashlib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 
@@ -55,11 +56,13 @@ class Study:
         name: str,  # e.g. ape+ape_init=1.0
     ) -> pd.DataFrame:  # its rows, all seeds; raises Untestable
         "What was measured on one arm."
-        table = self.tables.get(kind)
-        if table is None or not len(table): raise Untestable(f"no {kind} table")
-        found = table[table["run"].map({run: arm(run) for run in table["run"].unique()}) == name]
-        if not len(found): raise Untestable(f"{name}: no {kind} table")
-        return found
+        if not self._arms.get(kind): raise Untestable(f"no {kind} table")
+        if name not in self._arms[kind]: raise Untestable(f"{name}: no {kind} table")
+        return self._arms[kind][name]
+
+    @cached_property
+    def _arms(self) -> dict:  # kind -> arm -> its rows
+        return {kind: dict(iter(table.groupby(table["run"].map(arm)))) for kind, table in self.tables.items() if len(table)}
 
 
 def read_study(
@@ -132,9 +135,11 @@ def pick(
     wanted = dict(metric=metric, intervention=intervention, weights=weights, **columns)
     label = " ".join(map(str, [name, *(v for v in wanted.values() if v is not None), *([] if layer in ("any", "whole") else [layer])]))
     rows = study.arm(kind, name)
+    keep = np.ones(len(rows), bool)
     for column, value in wanted.items():
         there = rows[column] if column in rows else pd.Series(np.nan, rows.index)
-        rows = rows[there.isna() | (there == "") if value is None else there == value]
+        keep &= (there.isna() | (there == "") if value is None else there == value).to_numpy(bool)
+    rows = rows[keep]
     if layer != "any": rows = rows[rows["layer"].isna() if layer == "whole" else rows["layer"].notna()]
     if not len(rows): raise Untestable(f"{label}: not in the {kind} table")
     if layer in ("any", "whole"): return leaf(label, rows)
