@@ -83,7 +83,7 @@ def masked_channels(
     width = rotary_table(model).shape[-1] // 2
     if axis == "all" and planes is None: return torch.ones(width, dtype=torch.bool)
     found = model_planes(model).loc[masked_planes(model, axis, planes), ["first", "second"]].to_numpy().ravel()
-    return torch.zeros(width, dtype=torch.bool).index_fill(0, torch.from_numpy(found), True)
+    return torch.zeros(width, dtype=torch.bool).index_fill(0, torch.tensor(found), True)
 
 # %% ../nbs/09_rotary.ipynb #cell015
 KINDS = ("identity", "shuffle")
