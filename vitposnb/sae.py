@@ -51,13 +51,13 @@ class SAE(nn.Module):
         self.register_buffer("threshold", torch.zeros(()))
 
     def activations(self, x: torch.Tensor) -> torch.Tensor:
-        "All activations of tokens (..., D), before the sparsity rule: (..., W), at least 0."
-        return F.linear(x / self.scale - self.bias, self.encoder, self.encoder_bias).relu()
+        "All activations of tokens (..., D), before the sparsity rule and the ReLU: (..., W)."
+        return F.linear(x / self.scale - self.bias, self.encoder, self.encoder_bias)
 
     def sparse(self, z: torch.Tensor) -> torch.Tensor:
         "The sparsity rule: as in training while the module trains, as at inference otherwise."
         if self.kind == "topk": return keep_largest(z, self.k)
-        if not self.training: return z * (z > self.threshold)
+        if not self.training: return z * (z > self.threshold.clamp_min(0))
         return keep_largest(z.flatten(), self.k * z[..., 0].numel()).reshape(z.shape)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,12 +74,13 @@ class SAE(nn.Module):
 
 
 def keep_largest(
-    z: torch.Tensor,  # (..., W), at least 0
-    k: int,  # how many of the last dimension stay
+    z: torch.Tensor,  # (..., W)
+    k: int,  # how many of the last dimension stay, those that are positive
 ) -> torch.Tensor:  # (..., W), the others 0
-    "Zero all but the k largest."
+    "Zero all but the k largest positive values (the ReLU is taken of those alone)."
+    if k >= z.shape[-1]: return z.relu()
     values, index = z.topk(k, sorted=False)
-    return torch.zeros_like(z).scatter(-1, index, values)
+    return torch.zeros_like(z).scatter_(-1, index, values.relu_())
 
 # %% ../nbs/10_sae.ipynb #cell011
 @torch.no_grad()
@@ -138,7 +139,7 @@ def shuffled(
     "Tokens in random order, from a buffer of bounded size."
     generator, held, size = torch.Generator().manual_seed(derive_seed(seed, "sae-order")), [], 0
     for x in chain(stream, [None]):
-        if x is not None: held.append(x.flatten(0, -2)); size += len(held[-1])
+        if x is not None: held, size = [*held, x.flatten(0, -2)], size + x[..., 0].numel()
         if not held or (x is not None and size < max(capacity, batch)): continue
         pool = torch.cat(held)
         pool = pool[torch.randperm(len(pool), generator=generator).to(pool.device)]
@@ -171,14 +172,15 @@ class Fit:
     ) -> float:  # fraction of variance unexplained; raises ValueError for NaN
         "One gradient step, decoder norms kept at 1."
         sae, target = self.sae, x / self.sae.scale
-        z = F.linear(target - sae.bias, sae.encoder, sae.encoder_bias).relu()
-        codes = sae.sparse(z)
+        centred = target - sae.bias
+        codes = sae.sparse(F.linear(centred, sae.encoder, sae.encoder_bias))
         error = target - torch.addmm(sae.bias, codes, sae.decoder)
         loss = error.square().mean()
         value, dead = loss.item(), (self.quiet > self.dead_after).nonzero().flatten()
         if value != value: raise ValueError("activations hold NaN or infinite values; check the model's output")
         if len(dead):
-            extra = keep_largest(z[:, dead], min(len(dead), x.shape[1] // 2)) @ sae.decoder[dead]
+            encoder, bias, decoder = (v.index_select(0, dead) for v in (sae.encoder, sae.encoder_bias, sae.decoder))
+            extra = keep_largest(F.linear(centred.detach(), encoder, bias), min(len(dead), x.shape[1] // 2)) @ decoder
             loss = loss + self.aux * (extra - error.detach()).square().mean()
         loss.backward()
         with torch.no_grad():
@@ -189,8 +191,7 @@ class Fit:
             sae.decoder.copy_(F.normalize(sae.decoder, dim=1))
             self.quiet = torch.where(codes.amax(0) > 0, 0, self.quiet + len(x))
             if sae.kind == "batchtopk": sae.threshold.lerp_(codes[codes > 0].min(), 0.02 if sae.threshold else 1.0)
-            gone = (self.quiet > 2 * self.dead_after).nonzero().flatten()
-            if len(gone) and decay == 1: self.resample(gone, error.detach())
+            if decay == 1 and len(gone := dead[self.quiet[dead] > 2 * self.dead_after]): self.resample(gone, error.detach())
         return value
 
     def resample(self, gone: torch.Tensor, error: torch.Tensor) -> None:
@@ -199,10 +200,9 @@ class Fit:
         drawn = torch.multinomial(weight, len(gone), replacement=len(gone) > len(weight), generator=self.generator).to(gone.device)
         self.sae.decoder[gone] = F.normalize(error[drawn], dim=1)
         self.sae.encoder[gone] = self.sae.decoder[gone] * self.sae.encoder[self.quiet == 0].norm(dim=1).mean()
-        self.sae.encoder_bias[gone] = 0
+        self.sae.encoder_bias[gone] = self.quiet[gone] = 0
         for tensor in (self.sae.decoder, self.sae.encoder, self.sae.encoder_bias):
             for name in ("exp_avg", "exp_avg_sq"): self.adam.state[tensor][name][gone] = 0
-        self.quiet[gone] = 0
 
 # %% ../nbs/10_sae.ipynb #cell022
 def train_saes(
