@@ -106,6 +106,7 @@ def B4(
         a, b, whole = (part[part["half"] == h].set_index(key).sort_index() if h else part[part["half"].isna() | (part["half"] == "")].set_index(key).sort_index()
                        for h in ("a", "b", ""))
         if not len(whole) or not a.index.equals(b.index) or not a.index.equals(whole.index): raise Untestable(f"{run}: axis_loss is not there for both halves")
+        if whole.index.has_duplicates: raise Untestable(f"{run}: several rows for one head")
         sign = np.sign(whole["value"])
         clear = ((whole["low"] > 0) | (whole["high"] < 0)) & (np.sign(a["value"]) == sign) & (np.sign(b["value"]) == sign)
         lead = a["value"].abs().idxmax()

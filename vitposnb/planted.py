@@ -80,15 +80,16 @@ def robustness_rows(
     "Rows of a robustness table."
     fragility, final = FRAGILITY[name.split("+")[0]], 0.8 if name in ("none", "ape-rpt") else 0.84
     yield plant("accuracy", final, final, final, family="clean", severity=0)
-    for family in ("jpeg", "blur-small"):
-        yield plant("fragility_area", *fragility, 0.35, family=family)
+    for primary in ("jpeg", "blur"):
+        of = dict(family=f"{primary}-small", primary=primary)
+        yield plant("fragility_area", *fragility, 0.35, **of)
         for epoch in range(1, 11):
             clean = final - 0.02 * (10 - epoch)
-            yield plant("accuracy_area", *(clean * (1 - f) for f in fragility), clean * 0.65, "checkpoint", family=family, epoch=epoch)
-            if family == "jpeg": yield plant("accuracy", clean, clean, clean, "checkpoint", sd=0.0, family="clean", epoch=epoch)
+            yield plant("accuracy_area", *(clean * (1 - f) for f in fragility), clean * 0.65, "checkpoint", **of, epoch=epoch)
+            if primary == "jpeg": yield plant("accuracy", clean, clean, clean, "checkpoint", sd=0.0, family="clean", epoch=epoch)
         if not name.startswith("ape") or name == "ape-rpt": continue
-        for alpha, (_, fs) in SWEEP.items(): yield plant("fragility_area", *fs, 0.35, "alpha", family=family, alpha=alpha)
-        yield plant("fragility_area", 0.4, 0.4, 0.35, "content noise", family=family, alpha=0.4)
+        for alpha, (_, fs) in SWEEP.items(): yield plant("fragility_area", *fs, 0.35, "alpha", **of, alpha=alpha)
+        yield plant("fragility_area", 0.1, -0.1, 0.0, "alpha minus content noise", **of, alpha=0.4)
     if name.startswith("ape") and name != "ape-rpt":
         for alpha, (rho, _) in SWEEP.items(): yield plant("delta_rho", *rho, 0.1, "alpha", alpha=alpha)
 

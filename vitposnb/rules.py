@@ -11,6 +11,7 @@ import hashlib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 
@@ -27,7 +28,7 @@ RULES = Path(str(resources.files("vitposnb") / "data_files" / "rules.toml"))
 
 def read_rules(
     path: Path = RULES,
-) -> tuple[dict, str]:  # rules by claim, beside `general` and `arms`; SHA-256 of the file
+) -> tuple[dict, str]:  # rules by claim, beside `general`, `arms` and `fragility`; SHA-256 of the file
     "The thresholds and texts of all rules."
     content = Path(path).read_bytes()
     return tomllib.loads(content.decode()), hashlib.sha256(content).hexdigest()
@@ -55,11 +56,13 @@ class Study:
         name: str,  # e.g. ape+ape_init=1.0
     ) -> pd.DataFrame:  # its rows, all seeds; raises Untestable
         "What was measured on one arm."
-        table = self.tables.get(kind)
-        if table is None or not len(table): raise Untestable(f"no {kind} table")
-        found = table[table["run"].map({run: arm(run) for run in table["run"].unique()}) == name]
-        if not len(found): raise Untestable(f"{name}: no {kind} table")
-        return found
+        if not self._arms.get(kind): raise Untestable(f"no {kind} table")
+        if name not in self._arms[kind]: raise Untestable(f"{name}: no {kind} table")
+        return self._arms[kind][name]
+
+    @cached_property
+    def _arms(self) -> dict:  # kind -> arm -> its rows
+        return {kind: dict(iter(table.groupby(table["run"].map(arm)))) for kind, table in self.tables.items() if len(table)}
 
 
 def read_study(
@@ -73,7 +76,7 @@ def read_study(
 @dataclass(frozen=True)
 class Quantity:
     "A linear combination of rows, seed by seed."
-    rows: Mapping  # name -> (factor, table with index seed and columns value, se, run)
+    rows: Mapping  # name -> (factor, seed -> (value, se, run))
     constant: float = 0.0
 
     def __add__(self, other):
@@ -89,16 +92,19 @@ class Quantity:
     def __rsub__(self, other): return -self + other
     def __truediv__(self, k: float): return self * (1 / k)
 
+    def shared(self) -> dict:  # seed -> value, se
+        "The combination at every seed that all rows have."
+        rows = list(self.rows.values())
+        seeds = sorted(set.intersection(*(set(table) for _, table in rows)))
+        return {s: (sum(f * t[s][0] for f, t in rows) + self.constant, sum((f * t[s][1]) ** 2 for f, t in rows) ** 0.5) for s in seeds}
+
     def seeds(self) -> pd.DataFrame:  # index seed; value, se
-        "The combination at every seed that all rows share."
-        value = sum((f * t["value"] for f, t in self.rows.values()), self.constant)
-        variance = sum((f**2 * t["se"] ** 2 for f, t in self.rows.values()), 0.0)
-        return pd.DataFrame(dict(value=value, se=variance**0.5)).dropna()
+        "`shared` as a table."
+        return pd.DataFrame.from_dict(self.shared(), orient="index", columns=["value", "se"]).rename_axis("seed")
 
     def runs(self) -> list[str]:
         "The runs it was computed from."
-        seeds = self.seeds().index
-        return sorted({run for _, t in self.rows.values() for run in t.loc[t.index.isin(seeds), "run"]} - {""})
+        return sorted({t[seed][2] for seed in self.shared() for _, t in self.rows.values()} - {""})
 
 # %% ../nbs/16_rules.ipynb #cell018
 def leaf(
@@ -112,7 +118,7 @@ def leaf(
     if not len(known):
         why = [str(v) for v in table.get("note", pd.Series(dtype=str)).dropna() if str(v)]
         raise Untestable(f"{name}: {why[0] if why else 'no value with an interval'}")
-    return Quantity({name: (1.0, known.set_index("seed")[["value", "se", "run"]])})
+    return Quantity({name: (1.0, {seed: row for seed, *row in known[["seed", "value", "se", "run"]].itertuples(index=False)})})
 
 # %% ../nbs/16_rules.ipynb #cell024
 def pick(
@@ -129,9 +135,11 @@ def pick(
     wanted = dict(metric=metric, intervention=intervention, weights=weights, **columns)
     label = " ".join(map(str, [name, *(v for v in wanted.values() if v is not None), *([] if layer in ("any", "whole") else [layer])]))
     rows = study.arm(kind, name)
+    keep = np.ones(len(rows), bool)
     for column, value in wanted.items():
         there = rows[column] if column in rows else pd.Series(np.nan, rows.index)
-        rows = rows[there.isna() | (there == "") if value is None else there == value]
+        keep &= (there.isna() | (there == "") if value is None else there == value).to_numpy(bool)
+    rows = rows[keep]
     if layer != "any": rows = rows[rows["layer"].isna() if layer == "whole" else rows["layer"].notna()]
     if not len(rows): raise Untestable(f"{label}: not in the {kind} table")
     if layer in ("any", "whole"): return leaf(label, rows)
@@ -147,10 +155,10 @@ def estimate(
     general: dict,  # of the rules: level, min_seeds
 ) -> dict:  # value, low, high, p (two-sided, against 0), n (seeds), sd, se (from images); raises Untestable
     "The interval of a quantity."
-    seeds = q.seeds()
-    if len(seeds) < general["min_seeds"]: raise Untestable(f"{len(seeds)} common seed{'s' * (len(seeds) != 1)}; needed: {general['min_seeds']}")
-    se = float(seeds["se"].mean())
-    return contrast(seeds["value"].to_numpy(), se, general["level"]) | dict(se=se)
+    seeds, needed = q.shared(), general["min_seeds"]
+    if len(seeds) < needed: raise Untestable(f"{len(seeds)} common seed{'s' * (len(seeds) != 1)}; needed: {needed}")
+    values, errors = np.array(list(seeds.values())).T
+    return contrast(values, errors.mean(), general["level"]) | dict(se=float(errors.mean()))
 
 # %% ../nbs/16_rules.ipynb #cell035
 @dataclass(frozen=True)
