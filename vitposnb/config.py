@@ -270,7 +270,7 @@ def run_encodings(
     "Run the file that registers the user's encodings."
     file = input_path(path)
     if not file.is_file() or file.suffix != ".py":
-        raise ConfigError(f"encodings = {path!r} is not there; allowed: a Python file that registers encodings ({TUTORIAL})")
+        raise ConfigError(f"encodings = {path!r} is not an existing .py file; allowed: a Python file that registers encodings ({TUTORIAL})")
     module = ModuleType(f"encodings_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}")
     module.__file__, sys.modules[module.__name__] = str(file), module
     try: exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), vars(module))
