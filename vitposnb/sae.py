@@ -132,14 +132,14 @@ def activations(
 def shuffled(
     stream,  # iterable of (..., D) tensors
     batch: int,  # tokens in a batch
-    capacity: int,  # tokens in the buffer
+    capacity: int,  # tokens in the buffer, at least two batches
     seed: int = 0,
 ) -> Iterator[torch.Tensor]:  # (batch, D); a last incomplete batch is left out
     "Tokens in random order, from a buffer of bounded size."
     generator, held, size = torch.Generator().manual_seed(derive_seed(seed, "sae-order")), [], 0
     for x in chain(stream, [None]):
         if x is not None: held.append(x.flatten(0, -2)); size += len(held[-1])
-        if not held or (x is not None and size < max(capacity, batch)): continue
+        if not held or (x is not None and size < capacity): continue
         pool = torch.cat(held)
         pool = pool[torch.randperm(len(pool), generator=generator).to(pool.device)]
         out = len(pool) // batch * batch if x is None else max(1, len(pool) // 2 // batch) * batch
@@ -161,7 +161,7 @@ class Fit:
         self.sae, self.lr, self.aux, self.dead_after = sae.train(), lr, aux, dead_after
         self.adam = torch.optim.Adam(sae.parameters(), lr=lr, betas=(0.9, 0.99), fused=True)
         self.quiet = torch.zeros(len(sae.decoder), device=sae.decoder.device)
-        self.generator, self.resampled = torch.Generator().manual_seed(derive_seed(seed, "resample")), 0
+        self.generator = torch.Generator().manual_seed(derive_seed(seed, "resample"))
 
     @torch.enable_grad()
     def step(
@@ -203,7 +203,6 @@ class Fit:
         for tensor in (self.sae.decoder, self.sae.encoder, self.sae.encoder_bias):
             for name in ("exp_avg", "exp_avg_sq"): self.adam.state[tensor][name][gone] = 0
         self.quiet[gone] = 0
-        self.resampled += len(gone)
 
 # %% ../nbs/10_sae.ipynb #cell022
 def train_saes(
