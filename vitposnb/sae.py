@@ -139,7 +139,7 @@ def shuffled(
     generator, held, size = torch.Generator().manual_seed(derive_seed(seed, "sae-order")), [], 0
     for x in chain(stream, [None]):
         if x is not None: held.append(x.flatten(0, -2)); size += len(held[-1])
-        if not held or (x is not None and size < capacity): continue
+        if not held or (x is not None and size < max(capacity, batch)): continue
         pool = torch.cat(held)
         pool = pool[torch.randperm(len(pool), generator=generator).to(pool.device)]
         out = len(pool) // batch * batch if x is None else max(1, len(pool) // 2 // batch) * batch
