@@ -226,7 +226,7 @@ def train_saes(
     for sae in saes: fit_scale(sae, torch.cat(first))
     fits = [Fit(sae, lr, dead_after=max(tokens // 30, batch), seed=seed) for sae in saes]
     bar = tqdm(range(steps), unit="step", desc="SAE", disable=not progress)
-    for i, x in zip(bar, chain(first, batches)):
+    for i, x in zip(bar, chain(first, batches), strict=False):
         values = [fit.step(x, min(1.0, 5 * (1 - i / steps))) for fit in fits]
         if i % 50 == 0: bar.set_postfix(fvu=f"{sum(values) / len(values):.3f}")
     return [sae.eval() for sae in saes]
