@@ -6,9 +6,9 @@
 __all__ = ['ENCODINGS', 'PERMUTE', 'CONDITIONS', 'TUTORIAL', 'REGISTERED', 'PRESETS', 'ALLOWED', 'DATASETS', 'ANALYSIS_SCIENCE',
            'SCIENTIFIC', 'OneLineError', 'ConfigError', 'nearest', 'parse_condition', 'Encoding', 'Images',
            'Architecture', 'Optimisation', 'Execution', 'TrainConfig', 'coerce', 'project_root', 'input_path',
-           'cache_dir', 'run_encodings', 'check', 'Analysis', 'Geometry', 'Position', 'Robustness', 'check_analysis',
-           'configure', 'condition', 'overrides', 'run_name', 'run_path', 'analysis_name', 'config_hash', 'derive_seed',
-           'literal_assignments', 'notebook_parameters', 'from_notebook']
+           'cache_dir', 'run_encodings', 'check', 'Analysis', 'Geometry', 'Position', 'Robustness', 'Features',
+           'check_analysis', 'configure', 'condition', 'overrides', 'run_name', 'run_path', 'analysis_name',
+           'config_hash', 'derive_seed', 'literal_assignments', 'notebook_parameters', 'from_notebook']
 
 # %% ../nbs/00_config.ipynb #cell003
 import ast
@@ -374,6 +374,27 @@ ANALYSIS_SCIENCE += ("sweep_images", "families", "sweep", "along_training")
 ALLOWED |= dict(sweep_images=(2, 10**7), families=("all", "primary"))
 
 # %% ../nbs/00_config.ipynb #cell042
+@dataclass(frozen=True)
+class Features(Analysis):
+    "Sparse autoencoders, positional latents and their causal edits, at one layer."
+    usual_run: ClassVar[str] = "runs/default/ape-s0"
+
+    images: int = 2000  # test images to analyse
+    layer: int = 2  # input of that block, 0 to L-1
+    sae: str = "topk"  # sparsity rule: topk | batchtopk
+    k: int = 0  # active latents of a token; 0: a twelfth of the width D, rounded up
+    expansion: int = 5  # latents over D
+    sae_tokens: int = 600000  # tokens to train each dictionary on, half of them from permuted images
+    sae_seeds: int = 3  # dictionaries of the trained model, for stability; the first is analysed
+    null_draws: int = 10  # permutations within images, to check the test's level
+    resamples: int = 2000  # of the images, for the intervals
+
+
+ANALYSIS_SCIENCE += ("layer", "sae", "k", "expansion", "sae_tokens", "sae_seeds", "null_draws")
+ALLOWED |= dict(layer=(0, 199), sae=("topk", "batchtopk"), k=(0, 10**5), expansion=(1, 128), sae_tokens=(1000, 10**11), sae_seeds=(1, 20),
+                null_draws=(0, 1000))
+
+# %% ../nbs/00_config.ipynb #cell043
 def check_analysis(
     cfg: Analysis,
 ) -> Analysis:  # the same; raises ConfigError
@@ -396,7 +417,7 @@ def check_analysis(
                           f"allowed: an existing path, or {', '.join(DATASETS)}")
     return cfg
 
-# %% ../nbs/00_config.ipynb #cell044
+# %% ../nbs/00_config.ipynb #cell045
 def configure(
     cls=TrainConfig,  # TrainConfig, which knows presets and conditions, or an Analysis
     **given,  # field = value, as typed
@@ -414,7 +435,7 @@ def configure(
     typed = {k: coerce(k, kinds[k], v) for k, v in given.items() if v is not None and k not in ("preset", "pe", "permute")}
     return check(cls(**{**PRESETS[preset], **typed, "preset": preset, "pe": pe, "permute": permute}))
 
-# %% ../nbs/00_config.ipynb #cell047
+# %% ../nbs/00_config.ipynb #cell048
 SCIENTIFIC = tuple(f.name for f in fields(TrainConfig) if f.name not in {e.name for e in fields(Execution)})
 
 
@@ -458,7 +479,7 @@ def analysis_name(
     usual = {f.name: f.default for f in fields(cfg)}
     return "+".join([kind, *(f"{k}={v}" for k, v in asdict(cfg).items() if k in ANALYSIS_SCIENCE and v != usual[k])])
 
-# %% ../nbs/00_config.ipynb #cell050
+# %% ../nbs/00_config.ipynb #cell051
 def config_hash(
     cfg: TrainConfig,
     fingerprint: str,  # of the images, from `vitposnb.data`
@@ -469,7 +490,7 @@ def config_hash(
     text = json.dumps({**science, **own, "fingerprint": fingerprint}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
-# %% ../nbs/00_config.ipynb #cell053
+# %% ../nbs/00_config.ipynb #cell054
 def derive_seed(
     seed: int,  # the run's seed
     stream: str,  # e.g. 'order', 'augment', 'permute'
@@ -479,7 +500,7 @@ def derive_seed(
     digest = hashlib.sha256("/".join(map(str, (seed, stream, *counters))).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
-# %% ../nbs/00_config.ipynb #cell056
+# %% ../nbs/00_config.ipynb #cell057
 def literal_assignments(
     source: str,  # a cell
 ) -> dict:  # name -> value; empty if the cell holds anything but assignments of literals

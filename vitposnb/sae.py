@@ -139,7 +139,7 @@ def shuffled(
     generator, held, size = torch.Generator().manual_seed(derive_seed(seed, "sae-order")), [], 0
     for x in chain(stream, [None]):
         if x is not None: held.append(x.flatten(0, -2)); size += len(held[-1])
-        if not held or (x is not None and size < capacity): continue
+        if not held or (x is not None and size < max(capacity, batch)): continue
         pool = torch.cat(held)
         pool = pool[torch.randperm(len(pool), generator=generator).to(pool.device)]
         out = len(pool) // batch * batch if x is None else max(1, len(pool) // 2 // batch) * batch
@@ -226,7 +226,7 @@ def train_saes(
     for sae in saes: fit_scale(sae, torch.cat(first))
     fits = [Fit(sae, lr, dead_after=max(tokens // 30, batch), seed=seed) for sae in saes]
     bar = tqdm(range(steps), unit="step", desc="SAE", disable=not progress)
-    for i, x in zip(bar, chain(first, batches)):
+    for i, x in zip(bar, chain(first, batches), strict=False):
         values = [fit.step(x, min(1.0, 5 * (1 - i / steps))) for fit in fits]
         if i % 50 == 0: bar.set_postfix(fvu=f"{sum(values) / len(values):.3f}")
     return [sae.eval() for sae in saes]
