@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from . import position_figures, robustness_figures
+from . import features_figures, position_figures, robustness_figures
 from .analysis import read_table
 from .config import project_root
 from .figures import save_figure, ssdc_figure
@@ -31,6 +31,7 @@ FIGURES = dict(
     robustness=dict(severity=robustness_figures.severity_curves, alpha=robustness_figures.alpha_figure, training=robustness_figures.training_figure),
     position=dict(dissociation=position_figures.dissociation, selectivity=selectivity_by_depth, rebuilding=position_figures.rebuilding_curves,
                   heads=position_figures.head_heatmaps, costs=position_figures.head_costs, leakage=position_figures.leakage),
+    features=dict(mass=features_figures.mass_figure, follows=features_figures.follows_figure, costs=features_figures.costs_figure),
 )
 
 
