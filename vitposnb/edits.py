@@ -96,13 +96,13 @@ def matched_random(
     size = np.log(table[["rate", "mass"]].to_numpy() + 1e-9)
     free, own = np.flatnonzero(~chosen & (table["firings"].to_numpy() > 0)), np.flatnonzero(chosen)
     distance = np.abs(size[own][:, None] - size[free]).sum(2)
-    rng, out = np.random.default_rng(derive_seed(seed, "matched-random")), torch.zeros(n, len(table), dtype=torch.bool)
-    for draw in out:
-        open_ = np.ones(len(free), bool)
-        for i in rng.permutation(len(own))[:len(free)]:
-            nearest = np.argsort(np.where(open_, distance[i], np.inf))[:min(near, open_.sum())]
-            open_[pick := rng.choice(nearest)] = False
-            draw[free[pick]] = True
+    rng, out, draws = np.random.default_rng(derive_seed(seed, "matched-random")), torch.zeros(n, len(table), dtype=torch.bool), np.arange(n)
+    turns, taken = rng.random((n, len(own))).argsort(1)[:, :len(free)], np.zeros((n, len(free)), bool)
+    for i, turn in enumerate(turns.T):
+        left = min(near, len(free) - i)
+        nearest = np.where(taken, np.inf, distance[turn]).argpartition(left - 1, 1)[:, :left]
+        taken[draws, nearest[draws, rng.integers(left, size=n)]] = True
+    out[:, free] = torch.from_numpy(taken)
     return out
 
 # %% ../nbs/10_edits.ipynb #cell019

@@ -15,7 +15,7 @@ from record import record
 
 from vitposnb.config import project_root
 
-PROMISED = {"geometry": ("rope-s0", 60), "robustness": ("ape-s0", 180), "position": ("rope-s0", 240)}
+PROMISED = {"geometry": ("rope-s0", 60), "robustness": ("ape-s0", 180), "position": ("rope-s0", 240), "features": ("ape-s0", 240)}
 
 
 def main():
