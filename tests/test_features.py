@@ -125,7 +125,7 @@ def test_a_foreign_model_without_labels_says_what_needs_a_head(tmp_path, run_not
 
 @pytest.mark.parametrize("wrong, text", [(dict(layer=2), "layer = 2 is outside the model; allowed: 0 to 1"), (dict(layer=1, k=500), "k = 500 is more than the 160 latents")])
 def test_a_layer_or_k_that_cannot_be_stops_the_notebook_before_any_work(features_runs, run_notebook, wrong, text):
-    with pytest.raises(PapermillExecutionError) as error: run_notebook("features", run=str(features_runs("ape")), **wrong)
+    with pytest.raises(PapermillExecutionError) as error: run_notebook("features", run=str(features_runs("ape")), images=60, **wrong)
     assert error.value.ename == "ConfigError" and text in error.value.evalue and error.value.exec_count <= 4
 
 
