@@ -9,7 +9,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 export PE PRESET SEED SEEDS CONDITIONS CORES ARGS
 
-.PHONY: help train study test install lab export docs
+.PHONY: help train study figures test install lab export docs
 
 help: ## this list
 	@echo "Usage: make <target> [NAME=value ...]"
@@ -23,6 +23,9 @@ train: $(STAMP) ## train one model: PE=rope [PRESET=default] [SEED=0] [ARGS='-p 
 study: $(STAMP) ## train and analyse every run of a preset: PRESET=default [CONDITIONS=ape,rope] [SEEDS=0,1] [CORES=2] [ARGS='-n']
 	snakemake --cores "$${CORES:-2}" --nolock --keep-going --rerun-incomplete --config preset="$${PRESET:-default}" \
 	$${CONDITIONS:+conditions="$$CONDITIONS"} $${SEEDS:+seeds="$$SEEDS"} $(ARGS) < /dev/null
+
+figures: $(STAMP) ## every figure of an analysis, runs/index.csv and runs/claims.csv from the saved tables
+	python -c "from vitposnb.redraw import rebuild; print(rebuild())"
 
 test: $(STAMP) ## run the tests, two at a time [ARGS='-k name' as for pytest]
 	pytest -n 2 --dist worksteal $(ARGS) < /dev/null

@@ -18,6 +18,7 @@ from vitposnb.heads import attention_maps, blocked_attention
 from vitposnb.intervention import random_attention, scaled_positions, without
 from vitposnb.model import build_model, describe
 from vitposnb.permutation import RandomOrders, permutation
+from vitposnb.rotary import rotary_table
 from vitposnb.runs import RunError, load_model, verify
 from vitposnb.training import make_optimizer, train
 
@@ -191,6 +192,8 @@ def test_interventions_act_and_leave_exactly(file, pe, x):
             assert torch.equal(model(x), before)
     with pytest.raises(ValueError, match="not applicable: .* registered encoding"), scaled_positions(model, 0.5):
         pass
+    with pytest.raises(TypeError, match="not applicable: .* is a registered encoding"):
+        rotary_table(model)
     assert not info.additive and not info.rotary
 
 

@@ -29,7 +29,8 @@ def rotary_table(
     "The rotary table that a model's attention receives; raises TypeError if it has none."
     info = describe(model)
     if not info.rotary:
-        raise TypeError(f"rotary masks are not applicable: {type(model).__name__} turns nothing"
+        own = f"{type(model.encoding).__name__} is a registered encoding, and only it knows what it turns" if hasattr(model, "encoding") else ""
+        raise TypeError(f"rotary masks are not applicable: {own or f'{type(model).__name__} turns nothing'}"
                         f"{' and adds a table' if info.additive else ''}; allowed: a model with a rotary encoding")
     fixed = getattr(model.rope, "feat_shape", None) is not None
     with torch.no_grad(): return model.rope.get_embed() if fixed else model.rope.get_embed(shape=list(info.grid))

@@ -33,7 +33,7 @@ def analyses(
 CORE = ("none", "ape", "ape+ape_init=1.0", "sincos", "rope", "ape-rpt", "sincos-fixed", "rope-fixed")
 GRIDS = {"smoke": (("none", "ape", "rope"), (0, 1)), "imagenet100": (("ape", "sincos", "rope", "none", "ape-rpt"), (0, 1, 2, 3))}
 QUICK = {"smoke": dict(images=60, permutations=2, permutation_images=20, relabelings=99, resamples=100, sweep_images=30, families="primary",
-                       shams=2, controls=1, tokens=16, accuracy_images=40)}
+                       shams=2, controls=1, tokens=16, accuracy_images=40, layer=1, sae_tokens=30000, sae_seeds=1, null_draws=2)}
 
 
 def grid(
