@@ -58,10 +58,9 @@ class Midranks:
         ranks, out = self.packed[:len(part)], self.ranks[:len(part)] if out is None else out
         np.subtract(self.place, (self.m - 1) / 2, out=ranks[0])
         ranks[1:] = ranks[0]
-        flat, tied = ranks.reshape(-1), np.flatnonzero(~(edge[:, :-1] & edge[:, 1:]))
-        if len(tied):
-            first, last = tied[edge[:, :-1].reshape(-1)[tied]], tied[edge[:, 1:].reshape(-1)[tied]]
-            flat[tied] = np.repeat((flat[first] + flat[last]) / 2, last - first + 1)
+        flat, opens, closes = ranks.reshape(-1), edge[:, :-1], edge[:, 1:]
+        first, last = np.flatnonzero(opens > closes), np.flatnonzero(closes > opens)
+        if len(first): flat[~(opens & closes).reshape(-1)] = np.repeat((flat[first] + flat[last]) / 2, last - first + 1)
         scale = np.sqrt(np.einsum("bm,bm->b", ranks, ranks) / self.m)
         ranks /= np.where(scale > 0, scale, 1.0)[:, None]
         out.reshape(-1)[order.reshape(-1)] = flat
