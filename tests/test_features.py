@@ -101,26 +101,29 @@ def test_read_again_and_measured_again_give_the_same_table(features_runs, measur
     shutil.rmtree(folder)
     run_notebook("features", run=str(run), progress=False, batch_size=37, **QUICK)
     after = read_table(folder)
-    assert (after[READ].fillna("") == before[READ].fillna("")).all().all()
+    assert (after[READ].astype(str) == before[READ].astype(str)).all().all()
     exact = ["fvu", "mass", "top1"]
     assert np.allclose(after.loc[after["metric"].isin(exact), "value"], before.loc[before["metric"].isin(exact), "value"], rtol=0, atol=2e-2, equal_nan=True)
 
 
 @pytest.mark.slow
-def test_a_foreign_model_without_labels_says_what_needs_a_head(tmp_path, run_notebook):
+@pytest.mark.parametrize("few", [True, False])
+def test_a_foreign_model_without_labels_says_what_needs_a_head(tmp_path, run_notebook, few):
     from PIL import Image
 
     rng = np.random.default_rng(0)
-    for split, n in (("train", 6), ("test", 6)):
+    for split, n in (("train", 6), ("test", 6 if few else 20)):
         for name in ("a", "b"):
             (tmp_path / "photos" / split / name).mkdir(parents=True)
             for i in range(n): Image.fromarray(rng.integers(0, 255, (40, 52, 3), dtype=np.uint8)).save(tmp_path / "photos" / split / name / f"{i}.png")
     run_notebook("features", model="vit_tiny_patch16_224", weights="random", data=str(tmp_path / "photos"), runs_dir=str(tmp_path / "runs"), progress=False,
-                 **{**QUICK, "images": 6, "sae_tokens": 5000, "sae_seeds": 1})  # fmt: skip
+                 **{**QUICK, "images": 6 if few else 10, "sae_tokens": 5000, "sae_seeds": 1})  # fmt: skip
     table = read_table(next((tmp_path / "runs").glob("timm/*/features*")))
     top1 = at(table, metric="top1")
     assert len(top1) and top1["value"].isna().all() and top1["note"].str.contains("needs a head").all()
-    assert at(table, metric="mass", axis="both", weights="trained")["value"].notna().all()
+    assert at(table, metric="mass", axis="both", weights="trained")["value"].notna().all() and table["held_out"].all()
+    follows = at(table, metric="follows")
+    assert follows["note"].str.contains("at least 20 images").all() if few else follows["value"].notna().all()
 
 
 @pytest.mark.parametrize("wrong, text", [(dict(layer=2), "layer = 2 is outside the model; allowed: 0 to 1"), (dict(layer=1, k=500), "k = 500 is more than the 160 latents")])

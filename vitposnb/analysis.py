@@ -71,7 +71,7 @@ def _of_run(cfg: Analysis, device: torch.device) -> Subject:
 
 # %% ../nbs/15_analysis.ipynb #cell010
 def _of_timm(cfg: Analysis, device: torch.device) -> Subject:
-    source = test_source(cfg.data, cfg.class_list, take=cfg.images + cfg.images // 20 + 10)
+    source = test_source(cfg.data, cfg.class_list, take=round(cfg.images * (1 + cfg.spare)) + 10)
     weights = cfg.weights if cfg.weights in ("random", "pretrained") else str(input_path(cfg.weights))
     try: model, data = timm_model(cfg.model, weights)
     except Exception as e:

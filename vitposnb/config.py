@@ -313,6 +313,7 @@ def check(
 class Analysis:
     "What every analysis is told. `run` or `model` names the subject."
     usual_run: ClassVar[str] = "runs/default/rope-s0"  # what is analysed when neither `run` nor `model` is given
+    spare: ClassVar[float] = 0.05  # of a foreign model's test images, share of `images` that is read beyond them
 
     run: str = ""  # a run folder, e.g. runs/default/rope-s0
     model: str = ""  # instead of a run: the name of a timm ViT, with `data`
@@ -378,6 +379,7 @@ ALLOWED |= dict(sweep_images=(2, 10**7), families=("all", "primary"))
 class Features(Analysis):
     "Sparse autoencoders, positional latents and their causal edits, at one layer."
     usual_run: ClassVar[str] = "runs/default/ape-s0"
+    spare: ClassVar[float] = 1.0
 
     images: int = 2000  # test images to analyse
     layer: int = 2  # input of that block, 0 to L-1
