@@ -203,7 +203,15 @@ def over_layers(
         rows.append(dict(layer=None, metric=metric, value=f(rho), low=low, high=high, n=n, note=note))
     return rows
 
-# %% ../nbs/06_ssdc.ipynb #cell037
+# %% ../nbs/06_ssdc.ipynb #cell038
+def _rows(values: np.ndarray, R: torch.Tensor, layers: list, grid: tuple[int, int], metric: str, n_boot: int, n_null: int, seed: int) -> list[dict]:
+    "All rows of a table, from every image's values (n, L+1, 5) and the mean ranks (L+1, M)."
+    draws, n = poisson_means(values, n_boot, derive_seed(seed, "bootstrap")), np.isfinite(values[..., 0]).sum(0)
+    with np.errstate(invalid="ignore"): mean = np.nansum(values, 0) / np.where(n > 0, n, np.nan)[:, None]
+    rows = by_layer(layers, mean, draws, n, len(values), mantel(torch.nan_to_num(R), grid, n_null, seed, metric))
+    return rows + (over_layers(mean[:, 0], draws[:, :, 0], len(values)) if len(layers) > 1 else [])
+
+# %% ../nbs/06_ssdc.ipynb #cell040
 class SSDC:
     "Per-image SSDC of any number of layers, streamed over batches: `update` for each tap, then `result`."
 
@@ -260,12 +268,5 @@ class SSDC:
         seed: int = 0,
     ) -> pd.DataFrame:  # layer, metric, value, low, high, n, null_sd, null_low, null_high, z, p, note
         "A row for each layer and metric, then delta, mean and max over layers (see `over_layers`)."
-        values = self.per_image()
-        draws = poisson_means(values, n_boot, derive_seed(seed, "bootstrap"))
-        n = np.isfinite(values[..., 0]).sum(0)
-        R = torch.nan_to_num(self.mean_ranks())
-        null = mantel(R, self.grid, n_null, seed, self.metric)
-        with np.errstate(invalid="ignore"): mean = np.nansum(values, 0) / np.where(n > 0, n, np.nan)[:, None]
-        rows = by_layer(self.layers, mean, draws, n, len(values), null)
-        if len(self.layers) > 1: rows += over_layers(mean[:, 0], draws[:, :, 0], len(values))
+        rows = _rows(self.per_image(), self.mean_ranks(), self.layers, self.grid, self.metric, n_boot, n_null, seed)
         return pd.DataFrame(rows).assign(distance=self.metric, centring="image" if self.centre else "none")

@@ -24,7 +24,22 @@ def _ranked(sums: torch.Tensor, sizes: np.ndarray, target: torch.Tensor, grid: t
     rho[(z == 0).all(1).numpy()] = np.nan
     return with_betas(rho, grid), z[0]
 
-# %% ../nbs/06_ssdc_averaged.ipynb #cell007
+# %% ../nbs/06_ssdc_averaged.ipynb #cell008
+def _rows(layer, done: list[tuple], grid: tuple[int, int], metric: str, n_null: int, seed: int) -> list[dict]:
+    "Rows of one layer, from `_ranked` and the group sizes of each of its permutations."
+    values, z, sizes = (np.stack(v) for v in zip(*done, strict=True))
+    null = {k: v[0] for k, v in mantel(torch.from_numpy(z).mean(0), grid, n_null, seed, metric).items() if k != "rho"}
+    mean, sizes, rows = values.mean(0), sizes.sum(0), []
+    low, high = jackknife(mean[0], mean[1:][sizes > 0], sizes[sizes > 0])
+    note = "undefined: all averaged similarities are equal" if np.isnan(mean[0, 0]) else ""
+    for b, name in enumerate(RHOS):
+        extra = {k: null[k] for k in ("null_sd", "null_low", "null_high", "z", "p")} if b == 0 else {}
+        sd = values[:, 0, b].std(ddof=1) if len(values) > 1 else np.nan
+        rows.append(dict(layer=layer, metric=name, value=mean[0, b], low=low[b], high=high[b], n=sizes.sum(), sd=sd,
+                         permutations=len(values), **extra, note=note))
+    return rows
+
+# %% ../nbs/06_ssdc_averaged.ipynb #cell010
 class AveragedSSDC:
     "SSDC of image-averaged similarity, once for each shared permutation (paper A's form)."
 
@@ -72,17 +87,7 @@ class AveragedSSDC:
     ) -> pd.DataFrame:  # as for SSDC, with sd over the permutations and their number
         "Mean and SD over permutations, jackknife interval over images, Mantel null of the mean ranks."
         for layer in list(self.open): self._close(layer)
-        rows = []
-        for layer in self.layers:
-            if not self.done[layer]: raise ValueError(f"layer {layer!r} has seen no images")
-            values, z, sizes = (np.stack(v) for v in zip(*self.done[layer], strict=True))
-            null = {k: v[0] for k, v in mantel(torch.from_numpy(z).mean(0), self.grid, n_null, seed, self.metric).items() if k != "rho"}
-            mean, sizes = values.mean(0), sizes.sum(0)
-            low, high = jackknife(mean[0], mean[1:][sizes > 0], sizes[sizes > 0])
-            note = "undefined: all averaged similarities are equal" if np.isnan(mean[0, 0]) else ""
-            for b, metric in enumerate(RHOS):
-                extra = {k: null[k] for k in ("null_sd", "null_low", "null_high", "z", "p")} if b == 0 else {}
-                sd = values[:, 0, b].std(ddof=1) if len(values) > 1 else np.nan
-                rows.append(dict(layer=layer, metric=metric, value=mean[0, b], low=low[b], high=high[b], n=sizes.sum(), sd=sd,
-                                 permutations=len(values), **extra, note=note))
+        unseen = [layer for layer in self.layers if not self.done[layer]]
+        if unseen: raise ValueError(f"layer {unseen[0]!r} has seen no images")
+        rows = [r for layer in self.layers for r in _rows(layer, self.done[layer], self.grid, self.metric, n_null, seed)]
         return pd.DataFrame(rows).assign(distance=self.metric, centring="image" if self.centre else "none")
