@@ -22,7 +22,8 @@ from vitposnb.matched import matched_runs, run_points
 from vitposnb.model import build_model
 from vitposnb.runs import checkpoint_files, load_model, verify
 from vitposnb.training import checkpoint_dir, predict, score, train
-from vitposnb.variants import correct_by_state, matched_noise, other_weights, positions_left, retrain_command, same_weights, usable_checkpoints
+from vitposnb.fragility import correct_by_state
+from vitposnb.variants import matched_noise, other_weights, positions_left, retrain_command, same_weights, usable_checkpoints
 
 QUICK = dict(images=60, sweep_images=40, resamples=100, progress=False)
 GRID = severity_grid(list(primary_families(28).values()))

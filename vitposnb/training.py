@@ -99,7 +99,7 @@ def out_of_memory(
 class TrainingDiverged(OneLineError, RuntimeError):
     "The loss is no number any more, or far above chance; the last good state is kept."
 
-
+# %% ../nbs/05_training.ipynb #cell016
 @dataclass
 class Progress:
     "Where a training run is."
@@ -109,7 +109,7 @@ class Progress:
     seconds: float = 0.0  # training time so far, validation left out
     history: list[dict] = field(default_factory=list)  # one entry per finished epoch
 
-
+# %% ../nbs/05_training.ipynb #cell018
 def save_state(folder: Path, progress: Progress, model: nn.Module, optimizer, ema: ModelEmaV3 | None) -> None:
     "Write a resumable state and drop the one before."
     named = {f"model.{k}": v for k, v in model.state_dict().items()}
@@ -136,7 +136,7 @@ def load_state(folder: Path, model: nn.Module, optimizer, ema: ModelEmaV3 | None
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     return Progress(**saved)
 
-# %% ../nbs/05_training.ipynb #cell017
+# %% ../nbs/05_training.ipynb #cell020
 def train_epoch(
     model: nn.Module,  # what is called: the model, or its compiled form
     optimizer,
@@ -187,7 +187,27 @@ def train_epoch(
                 save(); clock = saved = time.perf_counter()
     progress.seconds += time.perf_counter() - clock
 
-# %% ../nbs/05_training.ipynb #cell019
+# %% ../nbs/05_training.ipynb #cell022
+def _validated(progress: Progress, model: nn.Module, images: ImageSet, cfg: TrainConfig, device: torch.device, lr: float) -> None:
+    "Close an epoch: score the validation images and add a line to the history."
+    val = score(*predict(model, eval_batches(images.x_val, images.y_val, images, cfg, device), cfg.precision))
+    loss, top1 = (s / steps_per_epoch(images, cfg) for s in progress.sums)
+    progress.history.append(dict(epoch=progress.epoch + 1, train_loss=loss, train_top1=top1, val_loss=val["loss"], val_top1=val["top1"],
+                                 lr=lr, seconds=round(progress.seconds, 2)))
+    progress.epoch, progress.step, progress.sums = progress.epoch + 1, 0, [0.0, 0.0]
+
+# %% ../nbs/05_training.ipynb #cell024
+def _tested(progress: Progress, model: nn.Module, images: ImageSet, cfg: TrainConfig, device: torch.device) -> dict:
+    "The content of result.json."
+    test = score(*predict(model, eval_batches(images.x_test, images.y_test, images, cfg, device), cfg.precision))
+    last, seen = progress.history[-1], steps_per_epoch(images, cfg) * cfg.batch_size
+    return dict(preset=cfg.preset, condition=condition(cfg), seed=cfg.seed, epochs=cfg.epochs, ape_init=cfg.ape_init,
+                params=sum(p.numel() for p in model.parameters()), val_top1=last["val_top1"], val_loss=last["val_loss"],
+                test_top1=test["top1"], test_loss=test["loss"], train_images=seen, test_images=len(images.y_test),
+                train_seconds=round(progress.seconds, 2), images_per_second=round(cfg.epochs * seen / progress.seconds, 1),
+                threads=cfg.threads, device=str(device), data=images.name, note=images.note)
+
+# %% ../nbs/05_training.ipynb #cell026
 @contextmanager
 def _own_settings(threads: int):
     "Threads and torch's global generator for the length of a training; both are put back."
@@ -196,22 +216,6 @@ def _own_settings(threads: int):
         torch.set_num_threads(threads)
         try: yield
         finally: torch.set_num_threads(before)
-
-
-def fit(
-    cfg: TrainConfig,
-    images: ImageSet,
-    folder: Path,  # receives metrics.jsonl, result.json, model.safetensors; may hold the state of an interrupted run
-    checkpoints: Path | None = None,  # folder for the weights along training; None: not kept
-) -> dict:  # the content of result.json; raises TrainingDiverged
-    "Train to the end, from wherever the folder's state is; choices see the validation images, the test images are used once, at the end."
-    if cfg.devices == 1: return _fit(cfg, images, folder, checkpoints)
-    on_devices(_fit, (cfg, images, folder, checkpoints), cfg.devices, pick_device(cfg.device).type == "cuda")
-    return json.loads((folder / "result.json").read_text())
-
-
-def _fit(cfg: TrainConfig, images: ImageSet, folder: Path, checkpoints: Path | None, share: Share | None = None) -> dict:
-    with _own_settings(cfg.threads): return _fit_share(cfg, images, folder, checkpoints, share or Share())
 
 
 def _fit_share(cfg: TrainConfig, images: ImageSet, folder: Path, checkpoints: Path | None, share: Share) -> dict:
@@ -232,29 +236,35 @@ def _fit_share(cfg: TrainConfig, images: ImageSet, folder: Path, checkpoints: Pa
                 save = (lambda: save_state(folder, progress, model, optimizer, ema)) if first else None
                 try: train_epoch(called, optimizer, images, cfg, device, progress, order, ema, bar, save, share)
                 except torch.OutOfMemoryError as e: raise out_of_memory(cfg.batch_size, device) from e
-            val = score(*predict(kept, eval_batches(images.x_val, images.y_val, images, cfg, device), cfg.precision))
-            loss, top1 = (s / steps for s in progress.sums)
-            progress.history.append(dict(epoch=progress.epoch + 1, train_loss=loss, train_top1=top1, val_loss=val["loss"], val_top1=val["top1"],
-                                         lr=optimizer.param_groups[0]["lr"], seconds=round(progress.seconds, 2)))
-            progress.epoch, progress.step, progress.sums = progress.epoch + 1, 0, [0.0, 0.0]
+            _validated(progress, kept, images, cfg, device, optimizer.param_groups[0]["lr"])
             if not first: continue
             if checkpoints and progress.epoch in wanted:
                 checkpoints.mkdir(parents=True, exist_ok=True)
                 write_tensors(checkpoints / f"epoch-{progress.epoch:04d}.safetensors", kept.state_dict())
             save_state(folder, progress, model, optimizer, ema)
     if not first: return {}
-    test = score(*predict(kept, eval_batches(images.x_test, images.y_test, images, cfg, device), cfg.precision))
-    last = progress.history[-1]
-    result = dict(preset=cfg.preset, condition=condition(cfg), seed=cfg.seed, epochs=cfg.epochs, ape_init=cfg.ape_init,
-                  params=sum(p.numel() for p in model.parameters()), val_top1=last["val_top1"], val_loss=last["val_loss"],
-                  test_top1=test["top1"], test_loss=test["loss"], train_images=steps * cfg.batch_size, test_images=len(images.y_test),
-                  train_seconds=round(progress.seconds, 2), images_per_second=round(cfg.epochs * steps * cfg.batch_size / progress.seconds, 1),
-                  threads=cfg.threads, device=str(device), data=images.name, note=images.note)
+    result = _tested(progress, kept, images, cfg, device)
     write_tensors(folder / "model.safetensors", kept.state_dict())
     write_json(folder / "result.json", result)
     return result
 
-# %% ../nbs/05_training.ipynb #cell021
+# %% ../nbs/05_training.ipynb #cell027
+def _fit(cfg: TrainConfig, images: ImageSet, folder: Path, checkpoints: Path | None, share: Share | None = None) -> dict:
+    with _own_settings(cfg.threads): return _fit_share(cfg, images, folder, checkpoints, share or Share())
+
+
+def fit(
+    cfg: TrainConfig,
+    images: ImageSet,
+    folder: Path,  # receives metrics.jsonl, result.json, model.safetensors; may hold the state of an interrupted run
+    checkpoints: Path | None = None,  # folder for the weights along training; None: not kept
+) -> dict:  # the content of result.json; raises TrainingDiverged
+    "Train to the end, from wherever the folder's state is; choices see the validation images, the test images are used once, at the end."
+    if cfg.devices == 1: return _fit(cfg, images, folder, checkpoints)
+    on_devices(_fit, (cfg, images, folder, checkpoints), cfg.devices, pick_device(cfg.device).type == "cuda")
+    return json.loads((folder / "result.json").read_text())
+
+# %% ../nbs/05_training.ipynb #cell029
 def checkpoint_dir(
     identity: str,  # the run's hash
 ) -> Path:  # in the user's cache; may not exist
@@ -284,7 +294,7 @@ def train(
         fit(cfg, images, folder, checkpoint_dir(identity))
     return path
 
-# %% ../nbs/05_training.ipynb #cell023
+# %% ../nbs/05_training.ipynb #cell031
 def _restore_weights(cfg: TrainConfig, images: ImageSet, path: Path, manifest: dict) -> Path:
     print(f"{path.name} has its results but not its weights: training it again to restore them")
     again = path.with_name(f".{path.name}.restore")

@@ -19,10 +19,10 @@ from tqdm import trange
 from vitposnb.config import configure, project_root
 from vitposnb.corruption import primary_families, severity_grid
 from vitposnb.data import eval_batches, load_images
+from vitposnb.fragility import correct_by_state
 from vitposnb.intervention import ALPHAS, scaled_positions
 from vitposnb.runs import load_model
 from vitposnb.training import predict
-from vitposnb.variants import correct_by_state
 
 LIMIT = 1.1
 
