@@ -9,13 +9,12 @@ import nbformat
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import ROOT
+from conftest import ROOT, analysed, at, photos
 from papermill.exceptions import PapermillExecutionError
 
 from vitposnb.analysis import read_table
 from vitposnb.config import ConfigError, Features, configure
 from vitposnb.features_figures import costs_figure, follows_figure, mass_figure
-from vitposnb.runs import verify
 from vitposnb.training import train
 
 QUICK = dict(layer=1, images=60, sae_tokens=30_000, sae_seeds=2, null_draws=5, resamples=100)
@@ -30,22 +29,7 @@ def features_runs(smoke, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def measured(features_runs, tmp_path_factory):
-    import papermill
-
-    @cache
-    def of(pe):
-        run, out = features_runs(pe), tmp_path_factory.mktemp("out") / f"{pe}.ipynb"
-        papermill.execute_notebook(ROOT / "nbs" / "features.ipynb", out, dict(run=str(run), progress=False, **QUICK), progress_bar=False, cwd=ROOT)
-        folder = next(run.glob("features*"))
-        assert verify(folder) and verify(run, weights=True)
-        return read_table(folder)
-
-    return of
-
-
-def at(table, **where):
-    for name, value in where.items(): table = table[table[name].isna() if value is None else table[name] == value]
-    return table
+    return cache(lambda pe: analysed("features", features_runs(pe), tmp_path_factory.mktemp("out") / f"{pe}.ipynb", **QUICK))
 
 
 @pytest.mark.parametrize("pe", ["ape", "none", pytest.param("rope", marks=pytest.mark.slow)])
@@ -109,14 +93,7 @@ def test_read_again_and_measured_again_give_the_same_table(features_runs, measur
 @pytest.mark.slow
 @pytest.mark.parametrize("few", [True, False])
 def test_a_foreign_model_without_labels_says_what_needs_a_head(tmp_path, run_notebook, few):
-    from PIL import Image
-
-    rng = np.random.default_rng(0)
-    for split, n in (("train", 6), ("test", 6 if few else 20)):
-        for name in ("a", "b"):
-            (tmp_path / "photos" / split / name).mkdir(parents=True)
-            for i in range(n): Image.fromarray(rng.integers(0, 255, (40, 52, 3), dtype=np.uint8)).save(tmp_path / "photos" / split / name / f"{i}.png")
-    run_notebook("features", model="vit_tiny_patch16_224", weights="random", data=str(tmp_path / "photos"), runs_dir=str(tmp_path / "runs"), progress=False,
+    run_notebook("features", model="vit_tiny_patch16_224", weights="random", data=photos(tmp_path / "photos", 6, 6 if few else 20), runs_dir=str(tmp_path / "runs"), progress=False,
                  **{**QUICK, "images": 6 if few else 10, "sae_tokens": 5000, "sae_seeds": 1})  # fmt: skip
     table = read_table(next((tmp_path / "runs").glob("timm/*/features*")))
     top1 = at(table, metric="top1")

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, photos
 from papermill.exceptions import PapermillExecutionError
 from timm.models.eva import Eva
 
@@ -161,15 +161,7 @@ def test_the_notebook_measures_a_run_and_reads_it_again(ape_run, run_notebook, c
 
 
 def test_the_notebook_measures_a_foreign_model(tmp_path, run_notebook):
-    from PIL import Image
-
-    rng = np.random.default_rng(0)
-    for split, n in (("train", 3), ("test", 6)):
-        for name in ("a", "b"):
-            (tmp_path / "photos" / split / name).mkdir(parents=True)
-            for i in range(n):
-                Image.fromarray(rng.integers(0, 255, (40, 52, 3), dtype=np.uint8)).save(tmp_path / "photos" / split / name / f"{i}.png")
-    run_notebook("geometry", model="eva02_tiny_patch14_224", weights="random", data=str(tmp_path / "photos"), runs_dir=str(tmp_path / "runs"),
+    run_notebook("geometry", model="eva02_tiny_patch14_224", weights="random", data=photos(tmp_path / "photos", 3, 6), runs_dir=str(tmp_path / "runs"),
                  images=4, permutations=0, relabelings=19, resamples=100)  # fmt: skip
     table = read_table(next((tmp_path / "runs").glob("timm/*/geometry*")))
     assert set(table["layer"].dropna()) == set(range(13)) and "top1" not in set(table["metric"])

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import timm
 import torch
+from conftest import shake
 
 from vitposnb.config import configure
 from vitposnb.heads import attention_maps, blocked_attention, head_changes, recorded, resumed, sweep, token_group, without_heads
@@ -20,13 +21,7 @@ ALL = [*OURS, *FOREIGN]
 
 def model_of(name):
     torch.manual_seed(0)
-    model = build_model(configure(pe=name)) if name in OURS else timm.create_model(name, depth=3, img_size=FOREIGN[name], num_classes=5)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for part, p in sorted(model.named_parameters()):
-            if part not in ("pos_embed", "rope.freqs"):
-                p += 0.1 * torch.randn(p.shape, generator=generator)
-    return model.eval()
+    return shake(build_model(configure(pe=name)) if name in OURS else timm.create_model(name, depth=3, img_size=FOREIGN[name], num_classes=5))
 
 
 def images(model, n=2):

@@ -6,14 +6,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import ROOT
+from conftest import analysed, at, photos
 from papermill.exceptions import PapermillExecutionError
 
 from vitposnb.analysis import open_subject, read_table
 from vitposnb.config import ConfigError, Position, configure
 from vitposnb.position_figures import dissociation, head_costs, head_heatmaps, leakage, rebuilding_curves
 from vitposnb.rotary import balanced_shams, rotary_mask
-from vitposnb.runs import verify
 from vitposnb.training import train
 
 QUICK = dict(images=40, accuracy_images=60, controls=1, shams=4, resamples=100)
@@ -30,22 +29,7 @@ def position_runs(smoke, tmp_path_factory):
 @pytest.fixture(scope="session")
 def measured(position_runs, tmp_path_factory):
     "The table of a run, analysed once by the notebook."
-    import papermill
-
-    @cache
-    def of(pe):
-        run, out = position_runs(pe), tmp_path_factory.mktemp("out") / f"{pe}.ipynb"
-        papermill.execute_notebook(ROOT / "nbs" / "position.ipynb", out, dict(run=str(run), progress=False, **QUICK), progress_bar=False, cwd=ROOT)
-        folder = next(run.glob("position*"))
-        assert verify(folder) and verify(run, weights=True)
-        return read_table(folder)
-
-    return of
-
-
-def at(table, **where):
-    for name, value in where.items(): table = table[table[name].isna() if value is None else table[name] == value]
-    return table
+    return cache(lambda pe: analysed("position", position_runs(pe), tmp_path_factory.mktemp("out") / f"{pe}.ipynb", **QUICK))
 
 
 @pytest.mark.parametrize("pe", ["rope", "ape", MIXED])
@@ -147,15 +131,7 @@ def test_a_window_outside_the_model_stops_at_once(position_runs, run_notebook):
 
 @pytest.mark.slow
 def test_a_foreign_model(tmp_path, run_notebook):
-    from PIL import Image
-
-    rng = np.random.default_rng(0)
-    for split, n in (("train", 3), ("test", 14)):
-        for name in ("a", "b"):
-            (tmp_path / "photos" / split / name).mkdir(parents=True)
-            for i in range(n):
-                Image.fromarray(rng.integers(0, 255, (40, 52, 3), dtype=np.uint8)).save(tmp_path / "photos" / split / name / f"{i}.png")
-    run_notebook("position", model="eva02_tiny_patch14_224", weights="random", data=str(tmp_path / "photos"), runs_dir=str(tmp_path / "runs"),
+    run_notebook("position", model="eva02_tiny_patch14_224", weights="random", data=photos(tmp_path / "photos", 3, 14), runs_dir=str(tmp_path / "runs"),
                  images=24, tokens=16, controls=1, shams=2, resamples=100, progress=False)  # fmt: skip
     table = read_table(next((tmp_path / "runs").glob("timm/*/position*")))
     assert set(at(table, metric="axis_loss", half=None, intervention="rpi, head rotations off")["layer"]) == set(range(12))

@@ -158,7 +158,7 @@ def test_notebook_has_no_errors_and_no_machine_paths(path):
 
 def test_machine_paths_are_recognised():
     assert all(HOMES.search(text) for text in ("'/" + "home/me/x'", "saved in /" + "tmp/run", "/" + "Users/me"))
-    assert not any(HOMES.search(text) for text in ("runs/tmp/x", "https://example.org/home/x", "nbs/work/x", "a / root / b"))
+    assert not any(HOMES.search(text) for text in ("runs/opt/x", "https://example.org/home/x", "nbs/srv/x", "a / root / b"))
 
 
 def test_tracked_files_stay_small():

@@ -17,12 +17,12 @@ from vitposnb.analysis import read_table
 from vitposnb.config import ConfigError, Robustness, configure
 from vitposnb.corruption import Corruption, corrupt, primary_families, severity_grid
 from vitposnb.data import eval_batches
+from vitposnb.fragility import correct_by_state
 from vitposnb.intervention import ALPHAS, content_noise, scaled_positions
 from vitposnb.matched import matched_runs, run_points
 from vitposnb.model import build_model
 from vitposnb.runs import checkpoint_files, load_model, verify
 from vitposnb.training import checkpoint_dir, predict, score, train
-from vitposnb.fragility import correct_by_state
 from vitposnb.variants import matched_noise, other_weights, positions_left, retrain_command, same_weights, usable_checkpoints
 
 QUICK = dict(images=60, sweep_images=40, resamples=100, progress=False)

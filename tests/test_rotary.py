@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from conftest import shake
 from timm.layers import apply_rot_embed_cat
 from timm.models.eva import Eva
 
@@ -27,16 +28,6 @@ FOREIGN = {
 }
 ALL = [*OURS, *FOREIGN]
 BLIND = 1e-5
-
-
-def shake(model):
-    "Random weights far from their start; the positions are left as they are."
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for part, p in sorted(model.named_parameters()):
-            if part not in ("pos_embed", "rope.freqs"):
-                p += 0.1 * torch.randn(p.shape, generator=generator)
-    return model.eval()
 
 
 def model_of(name):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from conftest import shake
 
 from vitposnb.config import configure
 from vitposnb.intervention import ALPHAS, content_noise, match_content_noise, scaled_positions
@@ -24,16 +25,6 @@ FOREIGN = {
     "vit_small_patch16_dinov3": 48,
     "eva02_tiny_patch14_224": 42,
 }
-
-
-def shake(model, seed=1):
-    "Weights far from their start; the positions are left as they are."
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in sorted(model.named_parameters()):
-            if name not in ("pos_embed", "rope.freqs"):
-                p += 0.1 * torch.randn(p.shape, generator=generator)
-    return model.eval()
 
 
 def ours(pe, **kw):
